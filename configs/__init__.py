@@ -1,0 +1,1 @@
+"""Every knob of a run, and the YAML files. Importable without torch."""

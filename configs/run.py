@@ -1,0 +1,291 @@
+"""RunConfig: the whole description of a pretraining job, section by section."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from pydantic import Field
+
+from configs.section import (
+    Float,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Problem,
+    Section,
+)
+from configs.transformer import TransformerConfig
+
+
+class RunSection(Section):
+    """What the run is called, where it writes, what it runs on."""
+
+    name: str = Field(description="Name of the run; everything it writes is under runs/<name>/.", pattern=r"^[\w.\-]+$")
+    directory: str | None = Field(None, description="Folder of the run instead of runs/<name>.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu.")
+
+    @property
+    def path(self) -> str:
+        """The folder everything of this run is written to."""
+        return self.directory or f"runs/{self.name}"
+
+
+class ModelConfig(Section):
+    """What is around the transformer stack: vocabulary, positions, output."""
+
+    family: Literal["gpt"] = Field("gpt", description="Model family.")
+    vocab_size: PositiveInt = Field(description="Tokens of the tokenizer; ids are below it.")
+    max_position_embeddings: PositiveInt = Field(description="Longest sequence the model has positions for (tokens).")
+    position_embedding_type: Literal["learned_absolute", "rope"] = Field("learned_absolute", description="Positions.")
+    rotary_base: PositiveFloat = Field(10000.0, description="Base of the rotary frequencies.")
+    rotary_percent: Float = Field(1.0, gt=0, le=1, description="Fraction of each head that is rotated.")
+    rotary_interleaved: bool = Field(False, description="Pair (0,1),(2,3)… (true) or (0,d/2),(1,d/2+1)… (false).")
+    share_embeddings_and_output_weights: bool = Field(True, description="The output layer uses the embedding's weight.")
+    make_vocab_size_divisible_by: PositiveInt = Field(
+        128, description="The vocabulary is padded to a multiple of this; padding never takes part in the loss."
+    )
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """vocab_size rounded up; independent of the parallel sizes, so checkpoints move between them."""
+        multiple = self.make_vocab_size_divisible_by
+        return math.ceil(self.vocab_size / multiple) * multiple
+
+
+class ParallelConfig(Section):
+    """How the job is spread over processes."""
+
+    tensor_parallel_size: PositiveInt = Field(1, description="Processes that share one layer, t.")
+    sequence_parallel: bool = Field(False, description="Shard the sequence over the same processes outside the matmuls.")
+    timeout_seconds: PositiveInt = Field(600, description="A collective that waits longer than this ends the job.")
+
+
+class DataSource(Section):
+    """One .bin/.idx pair and its share of the samples."""
+
+    prefix: str = Field(description="Path without .bin/.idx.")
+    weight: NonNegativeFloat = Field(1.0, description="Share of the samples, relative to the other sources.")
+
+
+class DataConfig(Section):
+    """What the model reads."""
+
+    train: list[str | DataSource] = Field(description="Training data: prefixes, or {prefix, weight}.", min_length=1)
+    valid: list[str | DataSource] = Field(default_factory=list, description="Validation data, the same way.")
+    tokenizer: str | None = Field(None, description="tokenizer.json of HF tokenizers (for generate.py and the EOD id).")
+    seq_length: PositiveInt = Field(description="Tokens of one sample, s.")
+    eod_token: NonNegativeInt | None = Field(None, description="End-of-document id; needed by the three keys below.")
+    reset_position_ids: bool = Field(False, description="Positions start again after an end of document.")
+    reset_attention_mask: bool = Field(False, description="No attention across an end of document.")
+    eod_mask_loss: bool = Field(False, description="No loss where the input token is the end of a document.")
+    cache_directory: str | None = Field(None, description="Folder of the sample index; <run directory>/cache when null.")
+
+    def sources(self, split: Literal["train", "valid"]) -> list[DataSource]:
+        """The sources of a split, each with its weight."""
+        return [s if isinstance(s, DataSource) else DataSource(prefix=s) for s in getattr(self, split)]
+
+
+class OptimizerConfig(Section):
+    """AdamW with decoupled weight decay, and the learning-rate schedule."""
+
+    learning_rate: PositiveFloat = Field(description="Peak learning rate.")
+    min_learning_rate: NonNegativeFloat = Field(0.0, description="Learning rate at the end of the decay.")
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field("cosine", description="Shape after the warm-up.")
+    warmup_iters: NonNegativeInt = Field(0, description="Iterations of linear warm-up from 0.")
+    decay_iters: PositiveInt | None = Field(None, description="Iteration at which the decay ends; train_iters when null.")
+    wsd_decay_iters: PositiveInt | None = Field(None, description="Length of the final decay of wsd (iterations).")
+    weight_decay: NonNegativeFloat = Field(0.01, description="Decoupled; applies to matrices and embeddings only.")
+    betas: list[Probability] = Field([0.9, 0.95], min_length=2, max_length=2, description="Adam's two decay rates.")
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
+    clip_grad: NonNegativeFloat = Field(1.0, description="Largest global gradient norm; 0: no clipping.")
+
+
+class TrainingConfig(Section):
+    """The loop."""
+
+    train_iters: PositiveInt = Field(description="Optimizer steps.")
+    micro_batch_size: PositiveInt = Field(description="Samples of one forward pass on one data-parallel rank, b.")
+    global_batch_size: PositiveInt = Field(description="Samples of one optimizer step over all ranks.")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="Of the computation; parameters at rest are fp32.")
+    seed: NonNegativeInt = Field(1234, lt=2**63, description="Of weights, data order and dropout masks.")
+    eval_interval: PositiveInt | None = Field(None, description="Iterations between validations; null: only at the end.")
+    eval_iters: NonNegativeInt = Field(10, description="Global batches of one validation; 0: none.")
+    max_nonfinite_iters: PositiveInt = Field(
+        10, description="End the job after this many iterations in a row whose gradient is not finite (each is skipped)."
+    )
+
+
+class CheckpointConfig(Section):
+    """What is kept on disk."""
+
+    save_interval: PositiveInt | None = Field(None, description="Iterations between checkpoints; null: only at the end.")
+    save_last: bool = Field(True, description="Write a checkpoint after the last iteration.")
+    keep_last: PositiveInt = Field(2, description="Checkpoints kept; older ones are removed.")
+    load: str | None = Field(
+        "latest", description="latest: the newest complete one of this run, if any; a folder: that one; null: start afresh."
+    )
+    save_on_signal: bool = Field(True, description="SIGTERM: finish the iteration, save, exit 0. false: die at once.")
+
+
+class WandbConfig(Section):
+    """Weights & Biases; needs the extra `wandb`."""
+
+    mode: Literal["disabled", "offline", "online"] = Field("disabled", description="disabled: wandb isn't imported.")
+    project: str = Field("fuseline", description="Project the run is filed under.")
+
+
+class LoggingConfig(Section):
+    """What is reported."""
+
+    log_interval: PositiveInt = Field(10, description="Iterations between console lines; losses are recorded for each.")
+    wandb: WandbConfig = Field(WandbConfig(), description="Weights & Biases.")
+
+
+class RunConfig(Section):
+    """Everything a job is made of."""
+
+    run: RunSection
+    model: ModelConfig
+    transformer: TransformerConfig
+    parallel: ParallelConfig = Field(ParallelConfig(), description="How the job is spread over processes.")
+    data: DataConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="What is kept on disk.")
+    logging: LoggingConfig = Field(LoggingConfig(), description="What is reported.")
+
+    def num_microbatches(self) -> int:
+        """Forward passes of one optimizer step: global batch / micro batch."""
+        return self.training.global_batch_size // self.training.micro_batch_size
+
+    def problems(self, world_size: int | None = None) -> list[Problem]:
+        """Every conflict between fields; `world_size` is the number of processes started, if known."""
+        t = self.parallel.tensor_parallel_size
+        return [
+            *self.transformer.problems(t),
+            *self._parallel_problems(t, world_size),
+            *self._position_problems(),
+            *self._batch_problems(),
+            *self._data_problems(),
+            *self._schedule_problems(),
+        ]
+
+    def _parallel_problems(self, t: int, world_size: int | None) -> list[Problem]:
+        found = []
+        padded, s = self.model.padded_vocab_size, self.data.seq_length
+        if padded % t:
+            found.append(
+                Problem(
+                    "model.make_vocab_size_divisible_by",
+                    f"vocab_size {self.model.vocab_size} padded to a multiple of "
+                    f"{self.model.make_vocab_size_divisible_by} is {padded}, which is not divisible by "
+                    f"parallel.tensor_parallel_size {t}; choose a multiple of {t}",
+                )
+            )
+        if self.parallel.sequence_parallel and t == 1:
+            found.append(
+                Problem("parallel.sequence_parallel", "is true at tensor_parallel_size 1, where there is nothing to shard")
+            )
+        if self.parallel.sequence_parallel and s % t:
+            found.append(
+                Problem(
+                    "data.seq_length",
+                    f"{s} is not divisible by parallel.tensor_parallel_size {t}, which parallel.sequence_parallel needs",
+                )
+            )
+        if world_size is not None and world_size != t:
+            found.append(
+                Problem(
+                    "parallel.tensor_parallel_size",
+                    f"is {t} but {world_size} process{'es were' if world_size != 1 else ' was'} started; start the job with "
+                    f"torchrun --nproc-per-node {t}, or set parallel.tensor_parallel_size={world_size} "
+                    "(data parallel, which would use more processes, does not exist yet)",
+                )
+            )
+        return found
+
+    def _position_problems(self) -> list[Problem]:
+        found = []
+        if self.data.seq_length > self.model.max_position_embeddings:
+            found.append(
+                Problem(
+                    "data.seq_length",
+                    f"{self.data.seq_length} is longer than model.max_position_embeddings "
+                    f"{self.model.max_position_embeddings}",
+                )
+            )
+        if self.model.position_embedding_type == "rope":
+            head, rotary = self.transformer.head_size, rotary_dim(self.model, self.transformer)
+            if rotary % 2 or rotary == 0:
+                found.append(
+                    Problem(
+                        "model.rotary_percent",
+                        f"rotates {rotary} of the {head} dimensions of a head; the number must be even and above 0 "
+                        "(change transformer.head_dim, the head count or rotary_percent)",
+                    )
+                )
+        return found
+
+    def _batch_problems(self) -> list[Problem]:
+        micro, batch = self.training.micro_batch_size, self.training.global_batch_size
+        if batch % micro == 0:
+            return []
+        return [
+            Problem(
+                "training.global_batch_size",
+                f"{batch} is not micro_batch_size {micro} x a whole number of accumulation steps x data-parallel size 1; "
+                f"{batch // micro * micro or micro} and {(batch // micro + 1) * micro} are the nearest that are",
+            )
+        ]
+
+    def _data_problems(self) -> list[Problem]:
+        found = []
+        needs_eod = [k for k in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self.data, k)]
+        if needs_eod and self.data.eod_token is None:
+            found.append(Problem("data.eod_token", f"is null but {', '.join(needs_eod)} need it"))
+        if self.data.eod_token is not None and self.data.eod_token >= self.model.vocab_size:
+            found.append(
+                Problem("data.eod_token", f"{self.data.eod_token} is not below model.vocab_size {self.model.vocab_size}")
+            )
+        for split in ("train", "valid"):
+            sources = self.data.sources(split)
+            if sources and sum(s.weight for s in sources) <= 0:
+                found.append(Problem(f"data.{split}", "all weights are 0; at least one must be above 0"))
+        return found
+
+    def _schedule_problems(self) -> list[Problem]:
+        o, found = self.optimizer, []
+        end = o.decay_iters or self.training.train_iters
+        if o.min_learning_rate > o.learning_rate:
+            found.append(
+                Problem(
+                    "optimizer.min_learning_rate", f"{o.min_learning_rate} is above optimizer.learning_rate {o.learning_rate}"
+                )
+            )
+        if o.schedule != "constant" and o.warmup_iters >= end:
+            found.append(
+                Problem("optimizer.warmup_iters", f"{o.warmup_iters} leaves nothing of the {end} iterations to decay in")
+            )
+        if o.schedule == "wsd" and o.wsd_decay_iters is None:
+            found.append(Problem("optimizer.wsd_decay_iters", "is null but schedule wsd needs the length of its decay"))
+        if o.schedule == "wsd" and (o.wsd_decay_iters or 0) + o.warmup_iters > end:
+            found.append(
+                Problem(
+                    "optimizer.wsd_decay_iters",
+                    f"{o.wsd_decay_iters} and warmup_iters {o.warmup_iters} do not fit in {end} iterations",
+                )
+            )
+        return found
+
+
+def rotary_dim(model: ModelConfig, transformer: TransformerConfig) -> int:
+    """Dimensions of a head that are rotated."""
+    return int(transformer.head_size * model.rotary_percent)
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a run's YAML, for editors."""
+    return RunConfig.model_json_schema()

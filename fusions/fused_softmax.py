@@ -1,0 +1,215 @@
+"""dropout(softmax(scale * scores, masked)) over the last dimension.
+
+Shapes: scores [b, n, sq, sk]; attention_mask boolean, broadcasting to it, True = masked out. Causal: a query sees the keys
+up to its own position, the last query the last key; window W: the W last of those. The masks combine. The probability of a
+masked key is exactly 0, and a row with every key masked gives zeros and zero gradients. Saved for the backward, per
+element: the probabilities (scores' dtype), and in the reference 1 byte of dropout mask more (and fp32 copies where the
+scores are half precision).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusions.jit import jit_fuser
+from fusions.random import MaskKey, column_counters, dropout, keep_mask_expression, random_mask_key
+
+
+def reference(
+    scores: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    window: int | None = None,
+    in_fp32: bool = True,
+    dropout_prob: float = 0.0,
+    mask_key: MaskKey | None = None,
+) -> Tensor:
+    """The definition in plain PyTorch. `dropout_prob` 0 draws nothing; `mask_key` None draws from torch's generator."""
+    x = scores.float() if in_fp32 and scores.dtype in (torch.bfloat16, torch.float16) else scores
+    x = x if scale == 1.0 else x * scale
+    hidden = causal_mask(*x.shape[-2:], window, x.device) if causal or window else None
+    if attention_mask is not None:
+        hidden = attention_mask if hidden is None else attention_mask | hidden
+    if hidden is None:
+        probs = torch.softmax(x, -1)
+    else:  # The lowest finite number, not -inf: a row with every key masked stays finite and is then set to 0.
+        probs = torch.softmax(x.masked_fill(hidden, torch.finfo(x.dtype).min), -1)
+        if attention_mask is not None:
+            probs = probs.masked_fill(hidden, 0.0)
+    probs = probs.to(scores.dtype)
+    if dropout_prob > 0:
+        probs = dropout(probs, dropout_prob, mask_key or random_mask_key(probs))
+    return probs
+
+
+def compiled(
+    scores: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    causal: bool = False,
+    window: int | None = None,
+    in_fp32: bool = True,
+    dropout_prob: float = 0.0,
+    mask_key: MaskKey | None = None,
+) -> Tensor:
+    """The same in one pass forward and one backward; always fp32 inside, so `in_fp32` changes nothing."""
+    key = None
+    if dropout_prob > 0:
+        key = mask_key or random_mask_key(scores)
+    first, second = (key.first, key.second) if key else (None, None)
+    return _Softmax.apply(scores, attention_mask, first, second, scale, causal or bool(window), window, dropout_prob)
+
+
+@functools.lru_cache(maxsize=16)
+def causal_mask(sq: int, sk: int, window: int | None, device: torch.device) -> Tensor:
+    """Boolean [sq, sk], True = masked out: keys after the query, and keys more than `window` - 1 before it."""
+    distance = torch.arange(sk - sq, sk, device=device)[:, None] - torch.arange(sk, device=device)
+    return distance < 0 if window is None else (distance < 0) | (distance >= window)
+
+
+class _Softmax(torch.autograd.Function):
+    """Saves the probabilities before dropout, and 8 bytes per row of dropout key."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        scores: Tensor,
+        mask: Any,
+        first: Any,
+        second: Any,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        prob: float,
+    ) -> Tensor:
+        counters = column_counters(scores.shape[-1], scores.device) if prob > 0 else None
+        probs, dropped = _forward(scores, mask, counters, first, second, scale, causal, window, prob)
+        ctx.save_for_backward(probs, first, second)
+        ctx.scale, ctx.prob = scale, prob
+        return dropped if prob > 0 else probs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        probs, first, second = ctx.saved_tensors
+        counters = column_counters(grad.shape[-1], grad.device) if ctx.prob > 0 else None
+        return (_backward(grad, probs, counters, first, second, ctx.scale, ctx.prob), *[None] * 7)
+
+
+@jit_fuser
+def _forward(
+    scores: Tensor,
+    mask: Any,
+    counters: Any,
+    first: Any,
+    second: Any,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    prob: float,
+) -> tuple[Tensor, Tensor | None]:
+    sq, sk = scores.shape[-2:]
+    x = _wide(scores) * scale
+    hidden = mask
+    if causal:
+        distance = torch.arange(sk - sq, sk, device=x.device)[:, None] - torch.arange(sk, device=x.device)
+        outside = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        hidden = outside if mask is None else mask | outside
+    if hidden is not None:
+        x = torch.where(hidden, float("-inf"), x)
+    peak = x.amax(-1, keepdim=True)
+    if mask is not None:
+        peak = torch.where(peak == float("-inf"), 0.0, peak)
+    weights = torch.exp(x - peak)
+    total = weights.sum(-1, keepdim=True)
+    if mask is not None:
+        total = torch.where(total == 0, 1.0, total)
+    probs = (weights * (1.0 / total)).to(scores.dtype)
+    if prob == 0:
+        return probs, None
+    keep = keep_mask_expression(counters, first, second, prob)
+    return probs, torch.where(keep, probs * (1.0 / (1.0 - prob)), 0.0)
+
+
+@jit_fuser
+def _backward(
+    grad: Tensor, probs: Tensor, counters: Any, first: Any, second: Any, scale: float, prob: float
+) -> Tensor:
+    g, p = _wide(grad), _wide(probs)
+    if prob > 0:
+        keep = keep_mask_expression(counters, first, second, prob)
+        g = torch.where(keep, g * (1.0 / (1.0 - prob)), 0.0)
+    return (scale * p * (g - (p * g).sum(-1, keepdim=True))).to(grad.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+BACKENDS = {"scale_mask_softmax": {"reference": reference, "compile": compiled}}
+
+
+# ---- Megatron's names -------------------------------------------------------------------------------------------------
+
+
+class FusedScaleMaskSoftmax(nn.Module):
+    """Megatron's module. `window_size` is its tuple (keys before the query, keys after it), both inclusive.
+
+    A given mask is combined with the causal and window masks (Megatron uses it alone). `mask_func` is accepted for its
+    callers and not called: a masked probability is exactly 0 here.
+    """
+
+    def __init__(
+        self,
+        input_in_fp16: bool,
+        input_in_bf16: bool,
+        attn_mask_type: Any,
+        scaled_masked_softmax_fusion: bool,
+        mask_func: Callable[..., Tensor] | None,
+        softmax_in_fp32: bool,
+        scale: float | None,
+        window_size: tuple[int, int] | None = None,
+    ):
+        super().__init__()
+        assert not (input_in_fp16 and input_in_bf16), "both fp16 and bf16 flags cannot be active at the same time"
+        assert scale is None or softmax_in_fp32, "softmax should be in fp32 when scaled"
+        self.causal = getattr(attn_mask_type, "name", attn_mask_type) == "causal"
+        self.fused, self.softmax_in_fp32, self.scale = scaled_masked_softmax_fusion, softmax_in_fp32, scale
+        self.window_size = window_size
+
+    def forward(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
+        """Probabilities [b, np, sq, sk] of scores of that shape."""
+        assert input.dim() == 4, f"expected scores [b, np, sq, sk], got {list(input.shape)}"
+        if softmax_offset is not None:
+            raise ValueError("softmax_offset is not supported: sinks do not exist yet; pass None")
+        b, heads, sq, sk = input.shape
+        if self.is_kernel_available(mask, b, heads, sq, sk):
+            return self.forward_fused_softmax(input, mask)
+        return self.forward_torch_softmax(input, mask)
+
+    def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
+        """Whether the fused form runs: it has no limit on shapes, so exactly when it was asked for."""
+        return bool(self.fused and b * np * sq * sk > 0)
+
+    def forward_fused_softmax(self, input: Tensor, mask: Tensor | None) -> Tensor:
+        """The compiled form."""
+        return compiled(input, mask, **self._options(input, mask))
+
+    def forward_torch_softmax(self, input: Tensor, mask: Tensor | None) -> Tensor:
+        """The plain form."""
+        return reference(input, mask, in_fp32=self.softmax_in_fp32, **self._options(input, mask))
+
+    def _options(self, input: Tensor, mask: Tensor | None) -> dict[str, Any]:
+        sq, sk = input.shape[-2:]
+        causal = self.causal and sq > 1
+        if causal and mask is None:
+            assert sq == sk, "causal mask is only for self attention"
+        window = None if self.window_size is None or self.window_size[0] < 0 else self.window_size[0] + 1
+        return {"scale": self.scale if self.scale is not None else 1.0, "causal": causal, "window": window}
