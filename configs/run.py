@@ -127,6 +127,9 @@ class CheckpointConfig(Section):
     load: str | None = Field(
         "latest", description="latest: the newest complete one of this run, if any; a folder: that one; null: start afresh."
     )
+    allow_data_change: bool = Field(
+        False, description="Resume although data, seq_length, seed or batch size differ (samples may repeat or be left out)."
+    )
     save_on_signal: bool = Field(True, description="SIGTERM: finish the iteration, save, exit 0. false: die at once.")
 
 

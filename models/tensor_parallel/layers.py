@@ -1,0 +1,116 @@
+"""The parallel layers. A linear returns (output, bias): the bias is not added, so that what follows can fuse it.
+
+Shapes: s sequence, b micro-batch, t tensor-parallel size; [s/t, ...] only under sequence parallel.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.init import constant, normal
+from models.tensor_parallel import regions
+from models.tensor_parallel.params import ParallelModule, TensorParallel
+
+Output = tuple[Tensor, Tensor | None]
+
+
+class ColumnParallelLinear(ParallelModule):
+    """y = x A^T with A split by rows. x [s, b, in] (or [s/t, b, in]) -> y [s, b, out/t].
+
+    `output_shape` (its product is `out`) is the shape of the weight before its last dimension; dimension 0 is sharded:
+    (f,) for an MLP, (groups, heads/groups + 2, head_dim) for QKV. The bias is the same, flat.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_shape: tuple[int, ...],
+        *,
+        bias: bool,
+        init_std: float,
+        tp: TensorParallel,
+        device: torch.device,
+    ):
+        super().__init__(tp, device)
+        self.add_parameter("weight", (*output_shape, input_size), normal(init_std), shard_dim=0)
+        self.has_bias = bias
+        if bias:
+            self.add_parameter("bias", (math.prod(output_shape),), constant(0.0), shard_dim=0)
+
+    def forward(self, x: Tensor) -> Output:
+        """(x A^T, bias [out/t] or None)."""
+        weight = self.local("weight", x.dtype).flatten(0, -2)  # [out/t, in]
+        output = column_parallel_product(x, weight, self.tp)
+        return output, self.local("bias", x.dtype) if self.has_bias else None
+
+
+def column_parallel_product(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
+    """x [s, b, in] or [s/t, b, in], weight [out/t, in] -> [s, b, out/t]."""
+    if tp.sequence_parallel:
+        x = regions.gather_from_sequence_parallel_region(x, tp.group)
+    else:
+        x = regions.copy_to_tensor_parallel_region(x, tp.group)
+    return F.linear(x, weight)
+
+
+class RowParallelLinear(ParallelModule):
+    """y = x A^T with A split by columns. x [s, b, in/t] -> y [s, b, out] (or [s/t, b, out]), summed over the ranks.
+
+    The bias is whole on every rank and belongs after the sum, so it is handed on.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool,
+        init_std: float,
+        tp: TensorParallel,
+        device: torch.device,
+    ):
+        super().__init__(tp, device)
+        self.add_parameter("weight", (output_size, input_size), normal(init_std), shard_dim=1)
+        self.has_bias = bias
+        if bias:
+            self.add_parameter("bias", (output_size,), constant(0.0))
+
+    def forward(self, x: Tensor) -> Output:
+        """(sum over ranks of x A^T, bias [out] or None)."""
+        output = F.linear(x, self.local("weight", x.dtype))
+        if self.tp.sequence_parallel:
+            output = regions.reduce_scatter_to_sequence_parallel_region(output, self.tp.group)
+        else:
+            output = regions.reduce_from_tensor_parallel_region(output, self.tp.group)
+        if not self.has_bias:
+            return output, None
+        return output, self.local("bias", x.dtype, on_sharded_tokens=self.tp.sequence_parallel)
+
+
+class VocabParallelEmbedding(ParallelModule):
+    """Rows of the table split over the ranks. tokens [b, s] -> [s, b, h] (or [s/t, b, h])."""
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *, init_std: float, tp: TensorParallel, device: torch.device
+    ):
+        super().__init__(tp, device)
+        self.add_parameter("weight", (num_embeddings, embedding_dim), normal(init_std), shard_dim=0)
+        self.rows_per_partition = num_embeddings // tp.size
+
+    def forward(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows of the tokens; each rank looks up its own and the rest comes by the sum."""
+        tokens = tokens.t()  # [s, b]
+        weight = self.local("weight", torch.float32)
+        if self.tp.group is None:
+            return F.embedding(tokens, weight).to(dtype)
+        local = tokens - self.tp.rank * self.rows_per_partition
+        elsewhere = (local < 0) | (local >= self.rows_per_partition)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), weight).to(dtype)
+        rows = rows.masked_fill(elsewhere[..., None], 0.0)
+        if self.tp.sequence_parallel:
+            return regions.reduce_scatter_to_sequence_parallel_region(rows, self.tp.group)
+        return regions.reduce_from_tensor_parallel_region(rows, self.tp.group)

@@ -1,0 +1,78 @@
+"""Parameters at rest: fp32 DTensors on the tensor-parallel mesh, ordinary tensors at size 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from models.init import InitRule
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tensor-parallel mesh of a model, and whether the sequence is sharded over it outside the matmuls.
+
+    `mesh` None is size 1: no process group is needed or used.
+    """
+
+    mesh: DeviceMesh | None = None
+    sequence_parallel: bool = False
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the mesh."""
+        return None if self.mesh is None else self.mesh.get_group()
+
+    @property
+    def size(self) -> int:
+        """t."""
+        return 1 if self.mesh is None else self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank()
+
+
+class ParallelModule(nn.Module):
+    """A module that owns parameters. It knows how each is sharded and how it starts."""
+
+    def __init__(self, tp: TensorParallel, device: torch.device):
+        super().__init__()
+        self.tp, self._device = tp, device
+        self.init_rules: dict[str, InitRule] = {}
+
+    def add_parameter(self, name: str, shape: tuple[int, ...], rule: InitRule, shard_dim: int | None = None) -> None:
+        """Register a parameter of the global `shape`; `shard_dim` None replicates it. Filled by `initialise`."""
+        self.init_rules[name] = rule
+        local_shape = list(shape)
+        if shard_dim is not None:
+            local_shape[shard_dim] //= self.tp.size
+        local = torch.empty(local_shape, dtype=torch.float32, device=self._device)
+        if self.tp.mesh is not None:
+            placement = Replicate() if shard_dim is None else Shard(shard_dim)
+            local = DTensor.from_local(local, self.tp.mesh, [placement], run_check=False)
+        self.register_parameter(name, nn.Parameter(local))
+
+    def local(self, name: str, dtype: torch.dtype, on_sharded_tokens: bool = False) -> Tensor:
+        """This rank's part of a parameter, in the dtype of the computation.
+
+        A replicated parameter used on a shard of the tokens has a partial gradient; it is marked so, and
+        trainer/gradients.py sums it. Sharded parameters, and replicated ones that see all tokens, need no reduction.
+        """
+        return local_tensor(self.get_parameter(name), on_sharded_tokens).to(dtype)
+
+
+def local_tensor(parameter: Tensor, on_sharded_tokens: bool = False) -> Tensor:
+    """The local tensor of a parameter, with the placement of its gradient stated."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    placement = parameter.placements[0]
+    if on_sharded_tokens and placement.is_replicate():
+        placement = Partial()
+    return parameter.to_local(grad_placements=[placement])

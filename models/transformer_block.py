@@ -1,0 +1,47 @@
+"""The stack of layers and the norm after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from configs.transformer import TransformerConfig
+from models.attention import Rotary
+from models.spec import ModuleSpec, Slot, build_module
+from models.tensor_parallel.params import TensorParallel
+from models.transformer_layer import DropoutContext
+
+
+@dataclass(frozen=True)
+class TransformerBlockSubmodules:
+    """The spec of every layer, and the final norm's."""
+
+    layer: ModuleSpec
+    final_layernorm: Slot
+
+
+class TransformerBlock(nn.Module):
+    """hidden [s, b, h] (or [s/t, b, h]) -> the same shape."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerBlockSubmodules,
+        tp: TensorParallel,
+        device: torch.device,
+    ):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            build_module(submodules.layer, config, number + 1, tp=tp, device=device) for number in range(config.num_layers)
+        )
+        self.final_layernorm = build_module(submodules.final_layernorm, config, tp=tp, device=device)
+
+    def forward(
+        self, hidden: Tensor, attention_mask: Tensor | None, rotary: Rotary | None, dropout: DropoutContext | None
+    ) -> Tensor:
+        """All layers in turn, then the final norm."""
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask, rotary, dropout)
+        return self.final_layernorm(hidden)

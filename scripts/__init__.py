@@ -1,0 +1,1 @@
+"""argv in, one call, exit code out."""

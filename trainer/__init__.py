@@ -1,0 +1,1 @@
+"""Meshes, data, optimizer, loop, disk, metrics."""

@@ -1,0 +1,64 @@
+"""How a process of a job starts and ends: one message for a user's mistake, one exit code, no rank left waiting."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from configs.load import LoadedConfig, load_config
+from configs.section import ConfigError
+from fusions.registry import FusionError
+from trainer.errors import UserError
+
+USER_ERROR, FAILURE = 2, 1  # exit codes
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "connection was closed", "Broken pipe")
+
+
+def load_for_job(path: str, overrides: list[str]) -> LoadedConfig:
+    """The configuration, checked against the number of processes started. Exits with code 2 on any problem."""
+    try:
+        return load_config(path, overrides, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(error, file=sys.stderr, flush=True)
+        raise SystemExit(USER_ERROR) from None
+
+
+def run_job(job: Callable[[], None]) -> int:
+    """Run `job` and return the process's exit code; whatever happens is said once, with the rank it happened on.
+
+    A mistake that all ranks find alike is told by local rank 0: another rank waits long enough for the launcher to end it,
+    and speaks only if rank 0 did not fail too.
+    """
+    rank, local_rank = os.environ.get("RANK", "0"), os.environ.get("LOCAL_RANK", "0")
+    try:
+        job()
+        _leave()
+        return 0
+    except (UserError, ConfigError, FusionError, FloatingPointError) as error:
+        if local_rank != "0":
+            time.sleep(3)
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        code = USER_ERROR
+    except SystemExit as error:
+        print(f"rank {rank}: left the job before its end (exit code {error.code})", file=sys.stderr, flush=True)
+        code = FAILURE
+    except Exception as error:  # every failure has to end this process, or the other ranks wait for it
+        if any(words in str(error) for words in _LOST_PEER):
+            time.sleep(1)  # let the rank that failed be heard first
+            print(f"rank {rank}: stopped, because another rank left the job: {error}", file=sys.stderr, flush=True)
+        else:
+            print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        code = FAILURE
+    # Not a normal exit: tearing the process group down would wait for ranks that wait for us.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _leave() -> None:
+    from trainer.meshes import stop_processes
+
+    stop_processes()

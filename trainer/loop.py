@@ -1,0 +1,165 @@
+"""STEP, a circle in one room: batch -> model -> loss per token -> backward -> reduce -> clip -> optimizer -> metrics.
+
+Nothing in a step reads a tensor on the host; the counted tokens are known before the batch goes to the device.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from configs.run import RunConfig
+from fusions.random import DropoutKeys, site_words
+from models.gpt import GPTModel
+from trainer.checkpoint import compare_configs, find_checkpoint, load_tensors, read_state, save_checkpoint
+from trainer.data.gpt_dataset import Batch, GPTDataset, ValidationSet
+from trainer.data.sampler import training_batches, validation_batches
+from trainer.errors import CheckpointError
+from trainer.gradients import global_norm, reduce_partial_gradients
+from trainer.lr_schedule import learning_rate
+from trainer.meshes import any_rank, world_size
+from trainer.metrics import Metrics, StepResult, plot_losses
+from trainer.optimizer import Optimizer
+from trainer.setup import Job, describe
+
+
+def train_step(
+    model: GPTModel, optimizer: Optimizer, batches: list[Batch], config: RunConfig, iteration: int
+) -> StepResult:
+    """One optimizer step over the micro-batches of a global batch.
+
+    The loss is the sum over counted tokens / their number over the whole global batch, however it is cut up. A gradient
+    that is not finite, or a batch without a counted token, changes nothing and is marked as skipped.
+    """
+    optimizer.zero_grad()
+    words = site_words(config.training.seed, iteration, model.num_dropout_sites).to(model.device)
+    counted = sum(float(batch.loss_mask.sum()) for batch in batches)  # still on the host
+    total = torch.zeros((), device=model.device)
+    for batch in batches:
+        batch = batch.to(model.device)
+        keys = DropoutKeys(words, batch.samples)
+        losses = model(batch.tokens, batch.position_ids, batch.attention_mask, batch.labels, keys)  # [b, s]
+        loss = (losses * batch.loss_mask).sum() / max(counted, 1.0)
+        loss.backward()
+        total += loss.detach()
+    reduce_partial_gradients(optimizer.parameters)
+    norm = global_norm(optimizer.parameters)
+    skip = torch.logical_not(torch.isfinite(norm) & torch.isfinite(total)).float()
+    if counted == 0:
+        skip = torch.ones_like(skip)
+    rate = learning_rate(config, iteration)
+    optimizer.step(rate, norm, skip)
+    return StepResult(total, norm, skip, rate)
+
+
+@torch.no_grad()
+def evaluate(model: GPTModel, dataset: ValidationSet, config: RunConfig) -> float:
+    """Mean loss per token over the validation samples, without dropout; the same samples every time."""
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=model.device)
+    counted = 0.0
+    for batch in validation_batches(dataset, config):
+        counted += float(batch.loss_mask.sum())
+        batch = batch.to(model.device)
+        losses = model(batch.tokens, batch.position_ids, batch.attention_mask, batch.labels)
+        total += (losses * batch.loss_mask).sum().double()
+    model.train()
+    return float(total) / max(counted, 1.0)
+
+
+class _Stop:
+    """SIGTERM asks for a stop after the iteration; ranks agree on which, since the signal may reach only one."""
+
+    def __init__(self, enabled: bool):
+        self.enabled, self._asked = enabled, False
+        if enabled:
+            signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def now(self) -> bool:
+        """Whether any rank was asked to stop; every rank must call it."""
+        return self.enabled and any_rank(self._asked)
+
+
+def train(job: Job) -> float | None:
+    """Run the job to its end, or to a SIGTERM. Returns the last validation loss, None where there is none."""
+    config, log = job.config, job.log
+    describe(job)
+    cache = config.data.cache_directory or str(Path(config.run.path, "cache"))
+    dataset = GPTDataset(config.data.sources("train"), config.data.seq_length, config.model.vocab_size, config.training.seed, cache)
+    for line in dataset.describe(config.training.train_iters * config.training.global_batch_size):
+        log.line(f"data: {line}")
+    valid = None
+    if config.data.valid and config.training.eval_iters:
+        valid = ValidationSet(config.data.sources("valid"), config.data.seq_length, config.model.vocab_size)
+    done = _resume(job)
+    stop = _Stop(config.checkpoint.save_on_signal)
+    metrics = Metrics(config, job.device, job.counters, log, world_size(), job.gemm_rate)
+    validation_loss, saved = None, done
+    metrics.resume()
+    for iteration in range(done + 1, config.training.train_iters + 1):
+        batches = training_batches(dataset, config, iteration)
+        metrics.record(iteration, train_step(job.model, job.optimizer, batches, config, iteration))
+        last, stopping = iteration == config.training.train_iters, stop.now()
+        metrics.pause()
+        if valid is not None and not stopping and (last or _due(iteration, config.training.eval_interval)):
+            validation_loss = evaluate(job.model, valid, config)
+            metrics.validation(iteration, validation_loss)
+        if stopping or _due(iteration, config.checkpoint.save_interval) or (last and config.checkpoint.save_last):
+            folder = save_checkpoint(job.loaded, job.model, job.optimizer, iteration, job.plan.as_dict())
+            saved = iteration
+            log.line(f"iteration {iteration:>6}  checkpoint {folder}")
+        if stopping and not last:
+            log.line(f"SIGTERM: stopped after iteration {iteration}; start the same command again to go on")
+            break
+        metrics.resume()
+    metrics.close()
+    _finish(job, metrics, saved)
+    return validation_loss
+
+
+def _due(iteration: int, interval: int | None) -> bool:
+    return interval is not None and iteration % interval == 0
+
+
+def _resume(job: Job) -> int:
+    """Load the checkpoint the configuration names; the iterations done before."""
+    config, log = job.config, job.log
+    path = find_checkpoint(config)
+    if path is None:
+        return 0
+    state = read_state(path)
+    changed = compare_configs(state["config"], config, config.checkpoint.allow_data_change)
+    for line in changed:
+        log.line(f"resume: {line}")
+    load_tensors(path, job.model, job.optimizer)
+    done = int(state["iteration"])
+    log.line(f"resumed from {path}: {done} iterations done")
+    if done > config.training.train_iters:
+        raise CheckpointError(f"{path} has {done} iterations, more than training.train_iters {config.training.train_iters}")
+    return done
+
+
+def _finish(job: Job, metrics: Metrics, saved: int) -> None:
+    """The summary: speed, what each fusion site really ran, the picture."""
+    log = job.log
+    rows = [
+        (flag, site, counts.fused, counts.reference, "; ".join(f"{n} x {why}" for why, n in counts.fallbacks.items()))
+        for (flag, site), counts in job.counters.sites.items()
+    ]
+    log.table("Calls of each fusion site", ("fusion", "site", "fused", "reference", "fallbacks"), rows)
+    trained = metrics.median_iteration_ms()
+    if trained is not None:
+        for decision in job.counters.never_called(job.plan):
+            log.line(f"FAULT: {decision.flag} at {decision.site} is active ({decision.runs}) but was called zero times")
+        log.line(f"median iteration {trained:.1f} ms; peak memory and all figures in {job.config.run.path}/metrics.jsonl")
+    if not log.silent and Path(job.config.run.path, "metrics.jsonl").stat().st_size:
+        log.line(f"loss curve {plot_losses(job.config.run.path)}")
+    if dist.is_initialized():
+        dist.barrier()

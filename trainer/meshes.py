@@ -1,0 +1,85 @@
+"""The processes of a job and the mesh they form."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from configs.run import ParallelConfig
+from models.tensor_parallel.params import TensorParallel
+from trainer.errors import UserError
+
+
+def world_size() -> int:
+    """Processes of this job, from torchrun's environment; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def global_rank() -> int:
+    """This process's number in the job."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    """This process's number on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def pick_device(kind: str) -> torch.device:
+    """The device of this process. Raises UserError where there are fewer GPUs than processes."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count <= local_rank():
+        raise UserError(
+            f"LOCAL_RANK {local_rank()} needs GPU number {local_rank()}, but this machine shows {count}; start at most that "
+            "many processes here, or set run.device=cpu"
+        )
+    device = torch.device("cuda", local_rank())
+    torch.cuda.set_device(device)
+    return device
+
+
+def start_processes(parallel: ParallelConfig, device: torch.device) -> TensorParallel:
+    """Join the job's process group; one process needs none. CPU tensors always have a group too (gloo)."""
+    if world_size() == 1:
+        return TensorParallel()
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=parallel.timeout_seconds),
+        device_id=device if device.type == "cuda" else None,
+    )
+    mesh = init_device_mesh(device.type, (parallel.tensor_parallel_size,), mesh_dim_names=("tp",))
+    return TensorParallel(mesh, parallel.sequence_parallel)
+
+
+def stop_processes() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank; every rank must call it. A CPU collective: no device is waited for."""
+    if not dist.is_initialized():
+        return flag
+    value = torch.tensor([int(flag)])
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return bool(value.item())
+
+
+def agree(name: str, value: str) -> None:
+    """Raise UserError on every rank, naming the odd ones, unless all ranks have the same value."""
+    if not dist.is_initialized():
+        return
+    values: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    if len(set(values)) > 1:
+        common = max(set(values), key=values.count)
+        odd = [rank for rank, v in enumerate(values) if v != common]
+        raise UserError(f"{name} differs between ranks: rank {odd} has {values[odd[0]]}, the others {common}")

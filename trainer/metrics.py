@@ -1,0 +1,202 @@
+"""The numbers of a run: metrics.jsonl always, the console, wandb when asked."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.run import RunConfig
+from fusions.registry import Counters
+from trainer.flops import flops_per_iteration
+from trainer.log import Log
+from trainer.runtime import peak_memory_gib, synchronise
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One iteration, as scalars on the device: token mean of the loss, norm before clipping, 1.0 where it was skipped."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+    learning_rate: float
+
+
+class Metrics:
+    """Collects iterations and writes them every `log_interval`, and after the first one (marked, since it compiles).
+
+    Nothing is read from the device in between. A line's time is the wall time between two synchronised points divided by
+    the iterations between them; a pause (validation, checkpoint) is taken out by `pause` and `resume`.
+    """
+
+    def __init__(self, config: RunConfig, device: torch.device, counters: Counters, log: Log, world_size: int, gemm_rate: float):
+        self.config, self.device, self.counters, self.log = config, device, counters, log
+        self.world_size, self.gemm_rate = world_size, gemm_rate
+        self.flops = flops_per_iteration(config)
+        self.tokens = config.data.seq_length * config.training.global_batch_size
+        self._pending: list[tuple[int, StepResult]] = []
+        self._start, self._spent, self._first = 0.0, 0.0, True
+        self._times_ms: list[float] = []
+        self.nonfinite_total = self._nonfinite_in_a_row = 0
+        self.file = None if log.silent else _open(Path(config.run.path, "metrics.jsonl"))
+        self.wandb = None if log.silent else start_wandb(config, log)
+
+    def resume(self) -> None:
+        """Start the clock."""
+        synchronise(self.device)
+        self._start = time.perf_counter() - self._spent
+        self._spent = 0.0
+
+    def pause(self) -> None:
+        """Stop the clock for something that is not training."""
+        synchronise(self.device)
+        self._spent = time.perf_counter() - self._start
+
+    def record(self, iteration: int, result: StepResult) -> None:
+        """Note one iteration; write when it is time. Raises FloatingPointError after too many non-finite ones in a row."""
+        self._pending.append((iteration, result))
+        last = iteration == self.config.training.train_iters
+        if self._first or last or iteration % self.config.logging.log_interval == 0:
+            self._write()
+
+    def _write(self) -> None:
+        values = torch.stack([torch.stack([r.loss, r.grad_norm, r.skipped]) for _, r in self._pending]).tolist()
+        synchronise(self.device)
+        seconds = (time.perf_counter() - self._start) / len(self._pending)
+        if not self._first:
+            self._times_ms += [seconds * 1e3] * len(self._pending)
+        rows = []
+        for (iteration, result), (loss, norm, skipped) in zip(self._pending, values, strict=True):
+            self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if skipped else 0
+            self.nonfinite_total += int(skipped)
+            rows.append(
+                {
+                    "iteration": iteration,
+                    "loss": loss,
+                    "grad_norm": norm,
+                    "learning_rate": result.learning_rate,
+                    "skipped": bool(skipped),
+                    **self._speed(seconds),
+                    "first_after_start": self._first,
+                }
+            )
+        rows[-1]["peak_memory_gib"] = round(peak_memory_gib(self.device), 4)
+        rows[-1]["fusion_counters"] = self.counters.as_dict()
+        self._emit(rows)
+        self._pending, self._first = [], False
+        self._start = time.perf_counter()
+        if self._nonfinite_in_a_row >= self.config.training.max_nonfinite_iters:
+            raise FloatingPointError(
+                f"the gradient was not finite in {self._nonfinite_in_a_row} iterations in a row (each was skipped, weights are "
+                "unchanged); lower optimizer.learning_rate, or raise training.max_nonfinite_iters"
+            )
+
+    def _speed(self, seconds: float) -> dict[str, float]:
+        per_device = self.flops / seconds / self.world_size
+        return {
+            "iteration_time_ms": seconds * 1e3,
+            "tokens_per_second": self.tokens / seconds,
+            "tokens_per_second_per_device": self.tokens / seconds / self.world_size,
+            "model_tflops_per_device": per_device / 1e12,
+            "mfu": per_device / self.gemm_rate,
+        }
+
+    def _emit(self, rows: list[dict[str, Any]]) -> None:
+        if self.file:
+            self.file.writelines(json.dumps(row) + "\n" for row in rows)
+            self.file.flush()
+        for row in rows if self.wandb else []:
+            self.wandb.log({k: v for k, v in row.items() if k != "fusion_counters"}, step=row["iteration"])
+        last = rows[-1]
+        note = "  (includes compilation and warm-up)" if last["first_after_start"] else ""
+        skips = f"  skipped {self.nonfinite_total}" if self.nonfinite_total else ""
+        self.log.line(
+            f"iteration {last['iteration']:>6}/{self.config.training.train_iters}  loss {last['loss']:.4f}  "
+            f"grad_norm {last['grad_norm']:.3f}  lr {last['learning_rate']:.3e}  {last['iteration_time_ms']:.1f} ms  "
+            f"{last['tokens_per_second']:,.0f} tokens/s  mfu {last['mfu']:.1%}{skips}{note}"
+        )
+
+    def validation(self, iteration: int, loss: float) -> None:
+        """Record a held-out loss."""
+        if self.file:
+            self.file.write(json.dumps({"iteration": iteration, "validation_loss": loss}) + "\n")
+            self.file.flush()
+        if self.wandb:
+            self.wandb.log({"validation_loss": loss}, step=iteration)
+        self.log.line(f"iteration {iteration:>6}  validation loss {loss:.4f}")
+
+    def median_iteration_ms(self) -> float | None:
+        """Median over the iterations after the first; None where there was only one."""
+        return statistics.median(self._times_ms) if self._times_ms else None
+
+    def close(self) -> None:
+        """Write what is pending and close the files."""
+        if self._pending:
+            self._write()
+        if self.file:
+            self.file.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+def _open(path: Path) -> Any:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.open("a", encoding="utf-8")
+
+
+def start_wandb(config: RunConfig, log: Log) -> Any:
+    """One wandb run per job, or None: not asked for, not installed, or not reachable (said once)."""
+    if config.logging.wandb.mode == "disabled":
+        return None
+    try:
+        import wandb
+
+        return wandb.init(
+            project=config.logging.wandb.project,
+            name=config.run.name,
+            mode=config.logging.wandb.mode,
+            dir=config.run.path,
+            config=config.model_dump(),
+        )
+    except Exception as error:  # wandb's failures must not end a training run
+        log.line(f"wandb is off: {type(error).__name__}: {error}. Install it with pip install 'fuseline[wandb]'.")
+        return None
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl. Where an iteration was done again after a resume, the later row counts."""
+    rows: dict[tuple[int, bool], dict[str, Any]] = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        rows[row["iteration"], "validation_loss" in row] = row
+    return [rows[key] for key in sorted(rows)]
+
+
+def plot_losses(run_path: str | Path) -> Path:
+    """Draw training and validation loss of a run into loss.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = read_metrics(Path(run_path, "metrics.jsonl"))
+    train = [(r["iteration"], r["loss"]) for r in rows if "loss" in r]
+    valid = [(r["iteration"], r["validation_loss"]) for r in rows if "validation_loss" in r]
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(*zip(*train, strict=True), linewidth=1.2, label="training (each iteration)")
+    if valid:
+        axes.plot(*zip(*valid, strict=True), "o-", markersize=5, label=f"held out, last {valid[-1][1]:.3f}")
+    axes.set(xlabel="iteration", ylabel="loss per token (nats)", title=str(Path(run_path).name))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = Path(run_path, "loss.png")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path

@@ -1,0 +1,107 @@
+"""BUILD, once, downhill: RunConfig -> device and mesh -> FusionPlan -> layer specs -> model -> optimizer."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from configs.load import LoadedConfig
+from configs.run import RunConfig
+from fusions.machine import probe
+from fusions.registry import Counters, FusionPlan
+from models.fusion_sites import fusion_plan
+from models.gpt import GPTModel
+from models.init import initialise
+from models.layer_specs import gpt_spec
+from models.tensor_parallel.params import TensorParallel
+from trainer.log import Log, show_plan
+from trainer.meshes import agree, pick_device, start_processes, world_size
+from trainer.optimizer import Optimizer
+from trainer.runtime import keep_freed_memory, measure_gemm_rate
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Job:
+    """A built job, before its first step."""
+
+    loaded: LoadedConfig
+    device: torch.device
+    tp: TensorParallel
+    plan: FusionPlan
+    counters: Counters
+    model: GPTModel
+    optimizer: Optimizer
+    gemm_rate: float  # FLOP/s of one rank, measured with all ranks at work
+    log: Log
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's configuration."""
+        return self.loaded.config
+
+
+def start(loaded: LoadedConfig, log: Log) -> tuple[torch.device, TensorParallel]:
+    """Allocator, device, process group: what a process does once, whatever it builds afterwards."""
+    machine = probe(loaded.config.run.device)
+    if machine.device == "cpu":
+        note = keep_freed_memory()
+        torch.set_num_threads(_threads_per_process())
+        log.line(f"cpu, {world_size()} process(es) of {torch.get_num_threads()} thread(s); {note}")
+    device = pick_device(machine.device)
+    tp = start_processes(loaded.config.parallel, device)
+    return device, tp
+
+
+def build_job(loaded: LoadedConfig, device: torch.device, tp: TensorParallel, log: Log) -> Job:
+    """Everything up to the first step. Raises FusionError, UserError."""
+    config = loaded.config
+    plan = fusion_plan(config, probe(device.type))
+    agree("the fusion plan", plan.hash())
+    agree("the configuration", json.dumps(config.model_dump(), sort_keys=True))
+    model, counters = build_model(config, plan, tp, device)
+    optimizer = Optimizer(model, config.optimizer)
+    gemm_rate = measure_gemm_rate(device, DTYPES[config.training.precision])
+    return Job(loaded, device, tp, plan, counters, model, optimizer, gemm_rate, log)
+
+
+def build_model(
+    config: RunConfig, plan: FusionPlan, tp: TensorParallel, device: torch.device
+) -> tuple[GPTModel, Counters]:
+    """The model with its initial weights, and the counters of its fusion sites."""
+    counters = Counters()
+    spec = gpt_spec(config.transformer, plan, counters)
+    dtype = DTYPES[config.training.precision]
+    model = GPTModel(config.model, config.transformer, spec, tp, device, dtype)
+    initialise(model, config.training.seed)
+    return model, counters
+
+
+def describe(job: Job) -> None:
+    """Print what was built and write config.yaml and fusions.json into the run's folder."""
+    config, log = job.config, job.log
+    parameters = sum(p.numel() for p in job.model.parameters())
+    log.line(
+        f"{config.model.family} {parameters:,} parameters; tensor parallel {job.tp.size}"
+        f"{' with sequence parallel' if config.parallel.sequence_parallel else ''}; {config.training.precision}; "
+        f"matrix product {job.gemm_rate / 1e9:,.0f} GFLOP/s per process"
+    )
+    log.line(job.optimizer.describe())
+    show_plan(log, job.plan)
+    if not log.silent:
+        folder = Path(config.run.path)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(job.loaded.resolved_yaml())
+        (folder / "fusions.json").write_text(json.dumps(job.plan.as_dict(), indent=1))
+
+
+def _threads_per_process() -> int:
+    """The cores of this machine shared out to the processes on it (torchrun would set 1 each)."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // here)
