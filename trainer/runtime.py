@@ -10,6 +10,8 @@ import time
 
 import torch
 
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
 _MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD = -4, -1, -2  # mallopt parameters, glibc malloc.h
 
 
@@ -36,7 +38,7 @@ def synchronise(device: torch.device) -> None:
 
 def measure_gemm_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, seconds: float = 0.2) -> float:
     """FLOP/s of a square matrix product of this process, the best of several: what MFU is measured against."""
-    size = size if device.type == "cpu" else 8192
+    size = size if device.type == "cpu" else 8 * size
     a, b = torch.ones(size, size, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
     return 2 * size**3 / _best_seconds(lambda: torch.mm(a, b), device, seconds)
 
@@ -50,7 +52,8 @@ def measure_copy_bandwidth(device: torch.device, mebibytes: int = 64, seconds: f
 
 def fastest_precision(device: torch.device) -> str:
     """fp32, or bf16 where its matrix product is at least 1.2 times as fast here."""
-    rates = {name: measure_gemm_rate(device, dtype) for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))}
+    # 256: without vector instructions for bf16, a CPU takes seconds for a product of 1024.
+    rates = {name: measure_gemm_rate(device, dtype, 256) for name, dtype in PRECISIONS.items()}
     return "bf16" if rates["bf16"] > 1.2 * rates["fp32"] else "fp32"
 
 

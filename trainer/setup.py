@@ -21,9 +21,7 @@ from models.tensor_parallel.params import TensorParallel
 from trainer.log import Log, show_plan
 from trainer.meshes import agree, pick_device, start_processes, world_size
 from trainer.optimizer import Optimizer
-from trainer.runtime import keep_freed_memory, measure_gemm_rate
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+from trainer.runtime import PRECISIONS, keep_freed_memory, measure_gemm_rate
 
 
 @dataclass
@@ -66,7 +64,7 @@ def build_job(loaded: LoadedConfig, device: torch.device, tp: TensorParallel, lo
     agree("the configuration", json.dumps(config.model_dump(), sort_keys=True))
     model, counters = build_model(config, plan, tp, device)
     optimizer = Optimizer(model, config.optimizer)
-    gemm_rate = measure_gemm_rate(device, DTYPES[config.training.precision])
+    gemm_rate = measure_gemm_rate(device, PRECISIONS[config.training.precision])
     return Job(loaded, device, tp, plan, counters, model, optimizer, gemm_rate, log)
 
 
@@ -76,7 +74,7 @@ def build_model(
     """The model with its initial weights, and the counters of its fusion sites."""
     counters = Counters()
     spec = gpt_spec(config.transformer, plan, counters)
-    dtype = DTYPES[config.training.precision]
+    dtype = PRECISIONS[config.training.precision]
     model = GPTModel(config.model, config.transformer, spec, tp, device, dtype)
     initialise(model, config.training.seed)
     return model, counters

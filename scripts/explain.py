@@ -1,0 +1,70 @@
+"""What a configuration means on this machine, without starting a job and without importing torch.
+
+python scripts/explain.py CONFIG [section.key=value ...] [--world-size N] [--json]
+python scripts/explain.py --write-schema configs/schema.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from configs.load import load_config, write_schema
+from configs.run import RunConfig
+from configs.section import ConfigError
+from fusions.machine import probe
+from fusions.registry import FusionError
+from models.fusion_sites import fusion_plan
+from trainer.flops import flops_per_token, memory_estimate_gib, num_parameters
+from trainer.log import Log, show_plan
+
+
+def main() -> int:
+    """0: it can run; 2: it can't, and why."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", nargs="?")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--world-size", type=int, help="check against this number of processes")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--write-schema", metavar="PATH", help="write the JSON schema of the YAML files for editors, and stop")
+    arguments = parser.parse_args()
+    if arguments.write_schema:
+        write_schema(arguments.write_schema)
+        return 0
+    if not arguments.config:
+        parser.error("a CONFIG is needed")
+    try:
+        loaded = load_config(arguments.config, arguments.overrides, arguments.world_size)
+        plan = fusion_plan(loaded.config, probe(loaded.config.run.device))
+    except (ConfigError, FusionError) as error:
+        problems = [vars(p) for p in error.problems] if isinstance(error, ConfigError) else str(error).splitlines()
+        print(json.dumps({"problems": problems}, indent=1) if arguments.json else error, file=sys.stdout if arguments.json else sys.stderr)
+        return 2
+    size = sizes(loaded.config)
+    if arguments.json:
+        print(json.dumps({"problems": [], **size, "fusions": plan.as_dict(), "config": loaded.config.model_dump()}, indent=1))
+        return 0
+    log = Log(rank=0)
+    log.line(f"{arguments.config}: no problems")
+    log.line(f"{size['parameters']:,} parameters, {size['flops_per_token'] / 1e6:,.1f} MFLOP a token (training), "
+             f"{size['processes']} process(es)")  # fmt: skip
+    rows = [(name, f"{gib:.3f}") for name, gib in size["memory_gib_per_process"].items()]
+    log.table("Memory of one process", ("what", "GiB"), rows)
+    show_plan(log, plan)
+    return 0
+
+
+def sizes(config: RunConfig) -> dict[str, Any]:
+    """Parameters, FLOPs and memory of the configuration."""
+    return {
+        "parameters": num_parameters(config),
+        "flops_per_token": flops_per_token(config),
+        "processes": config.parallel.tensor_parallel_size,
+        "memory_gib_per_process": memory_estimate_gib(config),
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,33 @@
+"""JSONL -> a byte-level BPE.  python scripts/train_tokenizer.py --input F.jsonl --vocab-size 4096 --output tokenizer.json"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import chain
+
+from trainer.data.tokenizer import read_jsonl, train_tokenizer
+from trainer.errors import DataError
+
+
+def main() -> int:
+    """Parse, train, save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--input", required=True, nargs="+")
+    parser.add_argument("--json-key", default="text")
+    parser.add_argument("--vocab-size", type=int, required=True)
+    parser.add_argument("--output", required=True)
+    arguments = parser.parse_args()
+    try:
+        texts = chain.from_iterable(read_jsonl(path, arguments.json_key) for path in arguments.input)
+        tokenizer = train_tokenizer(texts, arguments.vocab_size)
+        tokenizer.save(arguments.output)
+    except (DataError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{arguments.output}: {tokenizer.get_vocab_size()} tokens")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
