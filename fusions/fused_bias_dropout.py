@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusions.jit import jit_fuser
-from fusions.random import MaskKey, column_counters, dropout, keep_mask_expression, random_mask_key
+from fusions.random import MaskKey, column_counters, drop_threshold, dropout, keep_mask_expression, random_mask_key
 
 
 def reference(
@@ -47,14 +47,15 @@ class _BiasDropoutAdd(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Any, residual: Tensor, first: Tensor, second: Tensor, prob: float) -> Tensor:
         ctx.save_for_backward(first, second)
         ctx.prob, ctx.shapes = prob, (x.shape, None if bias is None else bias.shape, residual.shape)
-        return _forward(x, bias, residual, column_counters(x.shape[-1], x.device), first, second, prob)
+        counters, threshold = column_counters(x.shape[-1], x.device), drop_threshold(prob, x.device)
+        return _forward(x, bias, residual, counters, first, second, threshold, 1.0 / (1.0 - prob))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first, second = ctx.saved_tensors
         x_shape, bias_shape, residual_shape = ctx.shapes
-        counters = column_counters(grad.shape[-1], grad.device)
-        dx = _backward(grad, counters, first, second, ctx.prob) if any(ctx.needs_input_grad[:2]) else grad
+        counters, threshold = column_counters(grad.shape[-1], grad.device), drop_threshold(ctx.prob, grad.device)
+        dx = _backward(grad, counters, first, second, threshold, 1.0 / (1.0 - ctx.prob))
         return (
             dx.sum_to_size(x_shape),
             dx.sum_to_size(bias_shape) if ctx.needs_input_grad[1] else None,
@@ -83,18 +84,19 @@ class _BiasAdd(torch.autograd.Function):
 
 @jit_fuser
 def _forward(
-    x: Tensor, bias: Any, residual: Tensor, counters: Tensor, first: Tensor, second: Tensor, prob: float
+    x: Tensor, bias: Any, residual: Tensor, counters: Tensor, first: Tensor, second: Tensor, threshold: Tensor, scale: float
 ) -> Tensor:
     if bias is not None:
         x = x + bias
-    keep = keep_mask_expression(counters, first, second, prob)
-    return residual + torch.where(keep, x * (1.0 / (1.0 - prob)), 0.0)
+    keep = keep_mask_expression(counters, first, second, threshold)
+    return residual + torch.where(keep, x * scale, 0.0)
 
 
 @jit_fuser
-def _backward(grad: Tensor, counters: Tensor, first: Tensor, second: Tensor, prob: float) -> Tensor:
-    keep = keep_mask_expression(counters, first, second, prob)
-    return torch.where(keep, grad * (1.0 / (1.0 - prob)), 0.0)
+def _backward(
+    grad: Tensor, counters: Tensor, first: Tensor, second: Tensor, threshold: Tensor, scale: float
+) -> Tensor:
+    return torch.where(keep_mask_expression(counters, first, second, threshold), grad * scale, 0.0)
 
 
 @jit_fuser

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fusions.jit import jit_fuser
-from fusions.random import MaskKey, column_counters, dropout, keep_mask_expression, random_mask_key
+from fusions.random import MaskKey, column_counters, drop_threshold, dropout, keep_mask_expression, random_mask_key
 
 
 def reference(
@@ -90,8 +90,7 @@ class _Softmax(torch.autograd.Function):
         window: int | None,
         prob: float,
     ) -> Tensor:
-        counters = column_counters(scores.shape[-1], scores.device) if prob > 0 else None
-        probs, dropped = _forward(scores, mask, counters, first, second, scale, causal, window, prob)
+        probs, dropped = _forward(scores, mask, _drop_rule(scores, first, second, prob), scale, causal, window)
         ctx.save_for_backward(probs, first, second)
         ctx.scale, ctx.prob = scale, prob
         return dropped if prob > 0 else probs
@@ -99,21 +98,21 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         probs, first, second = ctx.saved_tensors
-        counters = column_counters(grad.shape[-1], grad.device) if ctx.prob > 0 else None
-        return (_backward(grad, probs, counters, first, second, ctx.scale, ctx.prob), *[None] * 7)
+        return (_backward(grad, probs, _drop_rule(grad, first, second, ctx.prob), ctx.scale), *[None] * 7)
+
+
+DropRule = tuple[Tensor, Tensor, Tensor, Tensor, float]  # counters, first, second, threshold, 1 / (1 - prob)
+
+
+def _drop_rule(x: Tensor, first: Any, second: Any, prob: float) -> DropRule | None:
+    if prob == 0:
+        return None
+    return column_counters(x.shape[-1], x.device), first, second, drop_threshold(prob, x.device), 1.0 / (1.0 - prob)
 
 
 @jit_fuser
 def _forward(
-    scores: Tensor,
-    mask: Any,
-    counters: Any,
-    first: Any,
-    second: Any,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    prob: float,
+    scores: Tensor, mask: Any, drop: DropRule | None, scale: float, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor | None]:
     sq, sk = scores.shape[-2:]
     x = _wide(scores) * scale
@@ -132,21 +131,22 @@ def _forward(
     if mask is not None:
         total = torch.where(total == 0, 1.0, total)
     probs = (weights * (1.0 / total)).to(scores.dtype)
-    if prob == 0:
+    if drop is None:
         return probs, None
-    keep = keep_mask_expression(counters, first, second, prob)
-    return probs, torch.where(keep, probs * (1.0 / (1.0 - prob)), 0.0)
+    return probs, _drop(probs, drop)
 
 
 @jit_fuser
-def _backward(
-    grad: Tensor, probs: Tensor, counters: Any, first: Any, second: Any, scale: float, prob: float
-) -> Tensor:
+def _backward(grad: Tensor, probs: Tensor, drop: DropRule | None, scale: float) -> Tensor:
     g, p = _wide(grad), _wide(probs)
-    if prob > 0:
-        keep = keep_mask_expression(counters, first, second, prob)
-        g = torch.where(keep, g * (1.0 / (1.0 - prob)), 0.0)
+    if drop is not None:
+        g = _drop(g, drop)
     return (scale * p * (g - (p * g).sum(-1, keepdim=True))).to(grad.dtype)
+
+
+def _drop(x: Tensor, drop: DropRule) -> Tensor:
+    counters, first, second, threshold, keep_scale = drop
+    return torch.where(keep_mask_expression(counters, first, second, threshold), x * keep_scale, 0.0)
 
 
 def _wide(x: Tensor) -> Tensor:

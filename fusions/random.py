@@ -106,17 +106,24 @@ def keep_mask(key: MaskKey, columns: int, prob: float) -> Tensor:
     return mask.view(*key.first.shape, columns)
 
 
-def keep_mask_expression(counters: Tensor, first: Tensor, second: Tensor, prob: float) -> Tensor:
+def keep_mask_expression(counters: Tensor, first: Tensor, second: Tensor, threshold: Tensor) -> Tensor:
     """The bits of `keep_mask` as one pure expression, for use inside a compiled function.
 
-    `counters` is `column_counters(columns)`, made outside: Inductor would turn arange * constant into an index expression
-    of signed C++ integers, whose overflow lets the C++ compiler drop the loop's end (torch 2.13: it writes past the output).
+    `counters` and `threshold` come from `column_counters` and `drop_threshold`, made outside. Inductor would turn arange *
+    constant into an index expression of signed C++ integers, whose overflow lets the C++ compiler drop the loop's end (torch
+    2.13: it writes past the output); and a second value of a Python float makes it symbolic, and the threshold wrong.
     """
     v = counters ^ first[..., None]
     v = (v ^ ((v >> 16) & 0xFFFF)) * _M1
     v = v ^ second[..., None]
     v = (v ^ ((v >> 15) & 0x1FFFF)) * _M2
-    return v >= _threshold(prob)
+    return v >= threshold
+
+
+@functools.lru_cache(maxsize=32)
+def drop_threshold(prob: float, device: torch.device) -> Tensor:
+    """int32 scalar: elements below it are dropped."""
+    return torch.tensor(_threshold(prob), dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(maxsize=32)

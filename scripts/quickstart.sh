@@ -9,7 +9,7 @@ config=configs/gpt/quickstart.yaml
 if [ ! -s corpus/tokenizer.json ] || [ ! -s corpus/train.idx ] || [ ! -s corpus/valid.idx ]; then
     echo "== corpus"
     python scripts/build_corpus.py --out corpus
-    python scripts/train_tokenizer.py --input corpus/train.jsonl --vocab-size 4096 --output corpus/tokenizer.json
+    python scripts/train_tokenizer.py --input corpus/train.jsonl --vocab-size 512 --output corpus/tokenizer.json
     for split in train valid; do
         python scripts/preprocess_data.py --input corpus/$split.jsonl --tokenizer corpus/tokenizer.json --output-prefix corpus/$split
     done

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -51,9 +50,7 @@ def tiny(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def check_gradients() -> Callable[..., None]:
-    """See `tests.numerics.compare_with_fp64`."""
-    from tests.numerics import compare_with_fp64
-
-    return compare_with_fp64
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """Each test meets the compiler as a new run does; compiled kernels still come from Inductor's cache on disk."""
+    torch._dynamo.reset()
