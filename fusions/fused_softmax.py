@@ -3,8 +3,9 @@
 Shapes: scores [b, n, sq, sk]; attention_mask boolean, broadcasting to it, True = masked out. Causal: a query sees the keys
 up to its own position, the last query the last key; window W: the W last of those. The masks combine. The probability of a
 masked key is exactly 0, and a row with every key masked gives zeros and zero gradients. Saved for the backward, per
-element: the probabilities (scores' dtype), and in the reference 1 byte of dropout mask more (and fp32 copies where the
-scores are half precision).
+element: compile 4 bytes in fp32 (the probabilities), 2 in half precision (the scores; the probabilities are computed again,
+since rounded ones would give gradients far worse than the reference's); the reference fp32 probabilities, and 1 byte of
+dropout mask.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def causal_mask(sq: int, sk: int, window: int | None, device: torch.device) -> T
 
 
 class _Softmax(torch.autograd.Function):
-    """Saves the probabilities before dropout, and 8 bytes per row of dropout key."""
+    """Saves the probabilities before dropout (fp32) or the scores and 8 bytes per row (half); 8 bytes per row of key."""
 
     @staticmethod
     def forward(
@@ -90,15 +91,24 @@ class _Softmax(torch.autograd.Function):
         window: int | None,
         prob: float,
     ) -> Tensor:
-        probs, dropped = _forward(scores, mask, _drop_rule(scores, first, second, prob), scale, causal, window)
+        ctx.rule, ctx.prob, ctx.half = (scale, causal, window), prob, scores.dtype in (torch.bfloat16, torch.float16)
+        drop = _drop_rule(scores, first, second, prob)
+        if ctx.half:
+            out, peak, share = _forward_half(scores, mask, drop, *ctx.rule)
+            ctx.save_for_backward(scores, first, second, mask, peak, share)
+            return out
+        probs, dropped = _forward(scores, mask, drop, *ctx.rule)
         ctx.save_for_backward(probs, first, second)
-        ctx.scale, ctx.prob = scale, prob
-        return dropped if prob > 0 else probs
+        return probs if dropped is None else dropped
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        probs, first, second = ctx.saved_tensors
-        return (_backward(grad, probs, _drop_rule(grad, first, second, ctx.prob), ctx.scale), *[None] * 7)
+        saved, first, second, *rest = ctx.saved_tensors
+        drop = _drop_rule(grad, first, second, ctx.prob)
+        if ctx.half:
+            mask, peak, share = rest
+            return (_backward_half(grad, saved, mask, drop, peak, share, *ctx.rule), *[None] * 7)
+        return (_backward(grad, saved, drop, ctx.rule[0]), *[None] * 7)
 
 
 DropRule = tuple[Tensor, Tensor, Tensor, Tensor, float]  # counters, first, second, threshold, 1 / (1 - prob)
@@ -114,15 +124,55 @@ def _drop_rule(x: Tensor, first: Any, second: Any, prob: float) -> DropRule | No
 def _forward(
     scores: Tensor, mask: Any, drop: DropRule | None, scale: float, causal: bool, window: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    sq, sk = scores.shape[-2:]
-    x = _wide(scores) * scale
+    x = _masked(scores, mask, scale, causal, window)
+    probs = torch.mul(*_weights_and_share(x, mask)[:2])
+    return probs, None if drop is None else _drop(probs, drop)
+
+
+@jit_fuser
+def _backward(grad: Tensor, probs: Tensor, drop: DropRule | None, scale: float) -> Tensor:
+    return _gradient(grad, probs, drop, scale)
+
+
+@jit_fuser
+def _forward_half(
+    scores: Tensor, mask: Any, drop: DropRule | None, scale: float, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights, share, peak = _weights_and_share(_masked(scores, mask, scale, causal, window), mask)
+    probs = (weights * share).to(scores.dtype)
+    return probs if drop is None else _drop(probs, drop), peak, share
+
+
+@jit_fuser
+def _backward_half(
+    grad: Tensor,
+    scores: Tensor,
+    mask: Any,
+    drop: DropRule | None,
+    peak: Tensor,
+    share: Tensor,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    probs = torch.exp(_masked(scores, mask, scale, causal, window) - peak) * share
+    return _gradient(grad.float(), probs, drop, scale).to(grad.dtype)
+
+
+def _masked(scores: Tensor, mask: Any, scale: float, causal: bool, window: int | None) -> Tensor:
+    """scale * scores, -inf where masked, in fp32 at least."""
+    x = (scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores) * scale
     hidden = mask
     if causal:
+        sq, sk = x.shape[-2:]
         distance = torch.arange(sk - sq, sk, device=x.device)[:, None] - torch.arange(sk, device=x.device)
         outside = distance < 0 if window is None else (distance < 0) | (distance >= window)
         hidden = outside if mask is None else mask | outside
-    if hidden is not None:
-        x = torch.where(hidden, float("-inf"), x)
+    return x if hidden is None else torch.where(hidden, float("-inf"), x)
+
+
+def _weights_and_share(x: Tensor, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(x - peak), 1 / its row's sum (1 for a row with every key masked), and the peak."""
     peak = x.amax(-1, keepdim=True)
     if mask is not None:
         peak = torch.where(peak == float("-inf"), 0.0, peak)
@@ -130,27 +180,17 @@ def _forward(
     total = weights.sum(-1, keepdim=True)
     if mask is not None:
         total = torch.where(total == 0, 1.0, total)
-    probs = (weights * (1.0 / total)).to(scores.dtype)
-    if drop is None:
-        return probs, None
-    return probs, _drop(probs, drop)
+    return weights, 1.0 / total, peak
 
 
-@jit_fuser
-def _backward(grad: Tensor, probs: Tensor, drop: DropRule | None, scale: float) -> Tensor:
-    g, p = _wide(grad), _wide(probs)
-    if drop is not None:
-        g = _drop(g, drop)
-    return (scale * p * (g - (p * g).sum(-1, keepdim=True))).to(grad.dtype)
+def _gradient(grad: Tensor, probs: Tensor, drop: DropRule | None, scale: float) -> Tensor:
+    g = grad if drop is None else _drop(grad, drop)
+    return scale * probs * (g - (probs * g).sum(-1, keepdim=True))
 
 
 def _drop(x: Tensor, drop: DropRule) -> Tensor:
     counters, first, second, threshold, keep_scale = drop
     return torch.where(keep_mask_expression(counters, first, second, threshold), x * keep_scale, 0.0)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 BACKENDS = {"scale_mask_softmax": {"reference": reference, "compile": compiled}}
