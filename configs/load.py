@@ -13,7 +13,7 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -25,7 +25,7 @@ from configs.section import ConfigError, Problem
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2: only true/false are booleans, 1e-4 is a number, 010 is text."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
 
 for _tag, _pattern, _first in (
@@ -75,9 +75,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None, world_size
         _apply_override(tree, override, sources, problems)
     config = _validate(tree, sources, problems)
     if config is not None and not problems:
-        problems += [
-            Problem(p.key, p.text, sources.get(p.key, "default")) for p in config.problems(world_size=world_size)
-        ]
+        problems += [Problem(p.key, p.text, sources.get(p.key, "default")) for p in config.problems(world_size=world_size)]
     if problems or config is None:
         raise ConfigError(problems)
     return LoadedConfig(config, {key: sources.get(key, "default") for key in _leaves(config.model_dump())})
@@ -128,7 +126,9 @@ def _plain(
 
 def _scalar(loader: _Loader, node: yaml.Node, key: str, source: str, problems: list[Problem]) -> Any:
     if isinstance(node, yaml.ScalarNode) and node.style is None and node.value.lower() == "none":
-        problems.append(Problem(key, f"{node.value} is plain text in YAML; write null (or quote it to mean the text)", source))
+        problems.append(
+            Problem(key, f"{node.value} is plain text in YAML; write null (or quote it to mean the text)", source)
+        )
     return loader.construct_object(node, deep=True)
 
 

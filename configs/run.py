@@ -85,7 +85,7 @@ class DataConfig(Section):
 
     def sources(self, split: Literal["train", "valid"]) -> list[DataSource]:
         """The sources of a split, each with its weight."""
-        return [s if isinstance(s, DataSource) else DataSource(prefix=s) for s in getattr(self, split)]
+        return [s if isinstance(s, DataSource) else DataSource(prefix=s, weight=1.0) for s in getattr(self, split)]
 
 
 class OptimizerConfig(Section):
@@ -144,7 +144,7 @@ class LoggingConfig(Section):
     """What is reported."""
 
     log_interval: PositiveInt = Field(10, description="Iterations between console lines; losses are recorded for each.")
-    wandb: WandbConfig = Field(WandbConfig(), description="Weights & Biases.")
+    wandb: WandbConfig = Field(default_factory=lambda: WandbConfig.model_validate({}), description="Weights & Biases.")
 
 
 class RunConfig(Section):
@@ -153,12 +153,16 @@ class RunConfig(Section):
     run: RunSection
     model: ModelConfig
     transformer: TransformerConfig
-    parallel: ParallelConfig = Field(ParallelConfig(), description="How the job is spread over processes.")
+    parallel: ParallelConfig = Field(
+        default_factory=lambda: ParallelConfig.model_validate({}), description="How the job is spread over processes."
+    )
     data: DataConfig
     optimizer: OptimizerConfig
     training: TrainingConfig
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="What is kept on disk.")
-    logging: LoggingConfig = Field(LoggingConfig(), description="What is reported.")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=lambda: CheckpointConfig.model_validate({}), description="What is kept on disk."
+    )
+    logging: LoggingConfig = Field(default_factory=lambda: LoggingConfig.model_validate({}), description="What is reported.")
 
     def num_microbatches(self) -> int:
         """Forward passes of one optimizer step: global batch / micro batch."""
@@ -265,7 +269,8 @@ class RunConfig(Section):
         if o.min_learning_rate > o.learning_rate:
             found.append(
                 Problem(
-                    "optimizer.min_learning_rate", f"{o.min_learning_rate} is above optimizer.learning_rate {o.learning_rate}"
+                    "optimizer.min_learning_rate",
+                    f"{o.min_learning_rate} is above optimizer.learning_rate {o.learning_rate}",
                 )
             )
         if o.schedule != "constant" and o.warmup_iters >= end:

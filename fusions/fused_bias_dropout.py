@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusions.column_sum import block_sums, row_block
 from fusions.jit import jit_fuser
 from fusions.random import MaskKey, column_counters, drop_threshold, dropout, keep_mask_expression, random_mask_key
 
@@ -55,10 +56,16 @@ class _BiasDropoutAdd(torch.autograd.Function):
         first, second = ctx.saved_tensors
         x_shape, bias_shape, residual_shape = ctx.shapes
         counters, threshold = column_counters(grad.shape[-1], grad.device), drop_threshold(ctx.prob, grad.device)
-        dx = _backward(grad, counters, first, second, threshold, 1.0 / (1.0 - ctx.prob))
+        rule = (counters, first, second, threshold, 1.0 / (1.0 - ctx.prob))
+        if bias_shape is not None and len(bias_shape) == 1:
+            dx, sums = _backward_with_bias(grad, *rule, row_block(grad))
+            dbias = sums.sum(0).to(grad.dtype)
+        else:
+            dx = _backward(grad, *rule)
+            dbias = None if bias_shape is None else dx.sum_to_size(bias_shape)
         return (
             dx.sum_to_size(x_shape),
-            dx.sum_to_size(bias_shape) if ctx.needs_input_grad[1] else None,
+            dbias,
             grad.sum_to_size(residual_shape),
             None,
             None,
@@ -93,10 +100,16 @@ def _forward(
 
 
 @jit_fuser
-def _backward(
-    grad: Tensor, counters: Tensor, first: Tensor, second: Tensor, threshold: Tensor, scale: float
-) -> Tensor:
+def _backward(grad: Tensor, counters: Tensor, first: Tensor, second: Tensor, threshold: Tensor, scale: float) -> Tensor:
     return torch.where(keep_mask_expression(counters, first, second, threshold), grad * scale, 0.0)
+
+
+@jit_fuser
+def _backward_with_bias(
+    grad: Tensor, counters: Tensor, first: Tensor, second: Tensor, threshold: Tensor, scale: float, block: int
+) -> tuple[Tensor, Tensor]:
+    dx = torch.where(keep_mask_expression(counters, first, second, threshold), grad * scale, 0.0)
+    return dx, block_sums(dx.float() if dx.dtype in (torch.bfloat16, torch.float16) else dx, block)
 
 
 @jit_fuser

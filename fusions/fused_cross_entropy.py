@@ -102,7 +102,7 @@ class _CrossEntropy(torch.autograd.Function):
             loss = loss - per_column * total
         if z_loss > 0:
             loss = loss + z_loss * log_z.square()
-        ctx.save_for_backward(logits, torch.where(mine, local, -1), peak, exponentials, counted)
+        ctx.save_for_backward(logits, torch.where(mine, local, -1).int(), peak, exponentials, counted)
         ctx.options = options
         return torch.where(counted, loss, 0.0)
 
@@ -136,9 +136,12 @@ def _gradient(
 ) -> Tensor:
     """`factor` is the upstream gradient / sum of exponentials, per token."""
     exponentials = torch.exp(_wide(logits) - peak[..., None])
-    column = torch.arange(logits.shape[-1], device=logits.device)
-    spread = torch.where(column == local[..., None], (1.0 - smoothing) + per_column, per_column)
-    return (exponentials * factor[..., None] - spread * grad[..., None]).to(logits.dtype)
+    column = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.int32)
+    gradient = exponentials * factor[..., None]
+    if smoothing > 0:
+        gradient = gradient - per_column * grad[..., None]
+    at_target = torch.where(column == local[..., None], ((1.0 - smoothing) * grad)[..., None], 0.0)
+    return (gradient - at_target).to(logits.dtype)
 
 
 class _AllReduceSum(torch.autograd.Function):

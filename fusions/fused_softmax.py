@@ -62,11 +62,8 @@ def compiled(
     mask_key: MaskKey | None = None,
 ) -> Tensor:
     """The same in one pass forward and one backward; always fp32 inside, so `in_fp32` changes nothing."""
-    key = None
-    if dropout_prob > 0:
-        key = mask_key or random_mask_key(scores)
-    first, second = (key.first, key.second) if key else (None, None)
-    return _Softmax.apply(scores, attention_mask, first, second, scale, causal or bool(window), window, dropout_prob)
+    drop = _drop_rule(scores, mask_key, dropout_prob)
+    return _Softmax.apply(scores, attention_mask, drop, (scale, causal or bool(window), window))
 
 
 @functools.lru_cache(maxsize=16)
@@ -76,96 +73,75 @@ def causal_mask(sq: int, sk: int, window: int | None, device: torch.device) -> T
     return distance < 0 if window is None else (distance < 0) | (distance >= window)
 
 
+DropRule = tuple[Tensor, Tensor, Tensor, Tensor, float]  # counters, first and second row keys, threshold, 1 / (1 - prob)
+MaskRule = tuple[float, bool, int | None]  # scale, causal, window
+
+
+def _drop_rule(x: Tensor, key: MaskKey | None, prob: float) -> DropRule | None:
+    if prob == 0:
+        return None
+    key = key or random_mask_key(x)
+    counters, threshold = column_counters(x.shape[-1], x.device), drop_threshold(prob, x.device)
+    return counters, key.first, key.second, threshold, 1.0 / (1.0 - prob)
+
+
 class _Softmax(torch.autograd.Function):
     """Saves the probabilities before dropout (fp32) or the scores and 8 bytes per row (half); 8 bytes per row of key."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        scores: Tensor,
-        mask: Any,
-        first: Any,
-        second: Any,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        prob: float,
-    ) -> Tensor:
-        ctx.rule, ctx.prob, ctx.half = (scale, causal, window), prob, scores.dtype in (torch.bfloat16, torch.float16)
-        drop = _drop_rule(scores, first, second, prob)
+    def forward(ctx: Any, scores: Tensor, mask: Any, drop: DropRule | None, rule: MaskRule) -> Tensor:
+        ctx.drop, ctx.rule = drop, rule
+        ctx.half = scores.dtype in (torch.bfloat16, torch.float16)
         if ctx.half:
-            out, peak, share = _forward_half(scores, mask, drop, *ctx.rule)
-            ctx.save_for_backward(scores, first, second, mask, peak, share)
+            out, peak, share = _forward_half(scores, mask, drop, rule)
+            ctx.save_for_backward(scores, mask, peak, share)
             return out
-        probs, dropped = _forward(scores, mask, drop, *ctx.rule)
-        ctx.save_for_backward(probs, first, second)
+        probs, dropped = _forward(scores, mask, drop, rule)
+        ctx.save_for_backward(probs)
         return probs if dropped is None else dropped
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved, first, second, *rest = ctx.saved_tensors
-        drop = _drop_rule(grad, first, second, ctx.prob)
-        if ctx.half:
-            mask, peak, share = rest
-            return (_backward_half(grad, saved, mask, drop, peak, share, *ctx.rule), *[None] * 7)
-        return (_backward(grad, saved, drop, ctx.rule[0]), *[None] * 7)
-
-
-DropRule = tuple[Tensor, Tensor, Tensor, Tensor, float]  # counters, first, second, threshold, 1 / (1 - prob)
-
-
-def _drop_rule(x: Tensor, first: Any, second: Any, prob: float) -> DropRule | None:
-    if prob == 0:
-        return None
-    return column_counters(x.shape[-1], x.device), first, second, drop_threshold(prob, x.device), 1.0 / (1.0 - prob)
+        kernel = _backward_half if ctx.half else _backward
+        return kernel(grad, *ctx.saved_tensors, ctx.drop, ctx.rule), None, None, None
 
 
 @jit_fuser
-def _forward(
-    scores: Tensor, mask: Any, drop: DropRule | None, scale: float, causal: bool, window: int | None
-) -> tuple[Tensor, Tensor | None]:
-    x = _masked(scores, mask, scale, causal, window)
-    probs = torch.mul(*_weights_and_share(x, mask)[:2])
+def _forward(scores: Tensor, mask: Any, drop: DropRule | None, rule: MaskRule) -> tuple[Tensor, Tensor | None]:
+    weights, share, _ = _weights_and_share(_masked(scores, mask, rule), mask)
+    probs = weights * share
     return probs, None if drop is None else _drop(probs, drop)
 
 
 @jit_fuser
-def _backward(grad: Tensor, probs: Tensor, drop: DropRule | None, scale: float) -> Tensor:
-    return _gradient(grad, probs, drop, scale)
+def _backward(grad: Tensor, probs: Tensor, drop: DropRule | None, rule: MaskRule) -> Tensor:
+    return _gradient(grad, probs, drop, rule[0])
 
 
 @jit_fuser
-def _forward_half(
-    scores: Tensor, mask: Any, drop: DropRule | None, scale: float, causal: bool, window: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights, share, peak = _weights_and_share(_masked(scores, mask, scale, causal, window), mask)
+def _forward_half(scores: Tensor, mask: Any, drop: DropRule | None, rule: MaskRule) -> tuple[Tensor, Tensor, Tensor]:
+    weights, share, peak = _weights_and_share(_masked(scores, mask, rule), mask)
     probs = (weights * share).to(scores.dtype)
     return probs if drop is None else _drop(probs, drop), peak, share
 
 
 @jit_fuser
 def _backward_half(
-    grad: Tensor,
-    scores: Tensor,
-    mask: Any,
-    drop: DropRule | None,
-    peak: Tensor,
-    share: Tensor,
-    scale: float,
-    causal: bool,
-    window: int | None,
+    grad: Tensor, scores: Tensor, mask: Any, peak: Tensor, share: Tensor, drop: DropRule | None, rule: MaskRule
 ) -> Tensor:
-    probs = torch.exp(_masked(scores, mask, scale, causal, window) - peak) * share
-    return _gradient(grad.float(), probs, drop, scale).to(grad.dtype)
+    probs = torch.exp(_masked(scores, mask, rule) - peak) * share
+    return _gradient(grad.float(), probs, drop, rule[0]).to(grad.dtype)
 
 
-def _masked(scores: Tensor, mask: Any, scale: float, causal: bool, window: int | None) -> Tensor:
+def _masked(scores: Tensor, mask: Any, rule: MaskRule) -> Tensor:
     """scale * scores, -inf where masked, in fp32 at least."""
+    scale, causal, window = rule
     x = (scores.float() if scores.dtype in (torch.bfloat16, torch.float16) else scores) * scale
     hidden = mask
     if causal:
         sq, sk = x.shape[-2:]
-        distance = torch.arange(sk - sq, sk, device=x.device)[:, None] - torch.arange(sk, device=x.device)
+        rows = torch.arange(sk - sq, sk, device=x.device, dtype=torch.int32)  # int32: half the vector work of int64
+        distance = rows[:, None] - torch.arange(sk, device=x.device, dtype=torch.int32)
         outside = distance < 0 if window is None else (distance < 0) | (distance >= window)
         hidden = outside if mask is None else mask | outside
     return x if hidden is None else torch.where(hidden, float("-inf"), x)

@@ -125,9 +125,7 @@ class FusionPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for fusions.json."""
-        rows = [
-            {**asdict(d), "obstacles": [{"backend": b, **asdict(o)} for b, o in d.obstacles]} for d in self.decisions
-        ]
+        rows = [{**asdict(d), "obstacles": [{"backend": b, **asdict(o)} for b, o in d.obstacles]} for d in self.decisions]
         return {"strict": self.strict, "decisions": rows}
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
@@ -175,7 +173,8 @@ def _refusal(request: Request, decision: Decision, strict: bool) -> str:
     rule = "strict_fusions is true" if strict and request.asked is True else f"{_word(request.asked)!r} was required"
     return (
         f"transformer.{request.fusion.flag} at {request.site}: {rule} but it can't run here: {decision.why}. "
-        f"Set transformer.{request.fusion.flag}=false" + (", or strict_fusions=false." if strict else ", or true to allow the reference.")
+        f"Set transformer.{request.fusion.flag}=false"
+        + (", or strict_fusions=false." if strict else ", or true to allow the reference.")
     )
 
 
@@ -233,7 +232,7 @@ class BoundFusion:
         self._reason_by_shape: dict[tuple[int, ...], str] = {}
         self._counts = counters.site(decision.flag, decision.site)
 
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  said by the class
         if self._shape_obstacles is None:
             self._counts.reference += 1
             return self._reference(x, *args, **kwargs)

@@ -25,7 +25,9 @@ def fusion_requests(config: RunConfig, machine: Machine) -> list[Request]:
     sdpa = "attention_backend sdpa computes the softmax inside its own kernel" if tf.attention_backend == "sdpa" else ""
     bias, drop = ("bias", tf.add_bias_linear), ("dropout", tf.hidden_dropout)
 
-    def request(flag: str, site: str, operation: str, shape: tuple[int, ...], *options: tuple[str, object], idle: str = "") -> Request:
+    def request(
+        flag: str, site: str, operation: str, shape: tuple[int, ...], *options: tuple[str, object], idle: str = ""
+    ) -> Request:
         facts = Facts(machine, config.training.precision, t, config.parallel.sequence_parallel, shape, options)
         return Request(FUSIONS[flag], site, operation, getattr(tf, flag), facts, idle)
 

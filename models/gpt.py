@@ -75,7 +75,7 @@ class GPTModel(nn.Module):
         if self.rotary_tables is not None:
             rotary = Rotary(*self.rotary_tables.at(position_ids), self.rotary_tables.interleaved)
         hidden = self.decoder(hidden, attention_mask, rotary, dropout)
-        tied_weight = self.embedding.word_embeddings.weight if self.output_layer.tied else None
+        tied_weight = self.embedding.word_embeddings.get_parameter("weight") if self.output_layer.tied else None
         logits = self.output_layer.logits(hidden, tied_weight)
         return logits if labels is None else self.output_layer.loss(logits, labels)
 

@@ -38,7 +38,7 @@ class LanguageModelHead(ParallelModule):
 
     def logits(self, hidden: Tensor, tied_weight: Tensor | None) -> Tensor:
         """[s, b, v/t]; columns at or beyond vocab_size are padding."""
-        weight = self.weight if tied_weight is None else tied_weight
+        weight = self.get_parameter("weight") if tied_weight is None else tied_weight
         return column_parallel_product(hidden, local_tensor(weight).to(hidden.dtype), self.tp)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -15,9 +15,7 @@ from models.tensor_parallel.params import ParallelModule, TensorParallel
 class Norm(ParallelModule):
     """LayerNorm or RMSNorm of [s, b, h] (or [s/t, b, h]); `function(x, weight, bias, eps)` comes from the fusion plan."""
 
-    def __init__(
-        self, config: TransformerConfig, tp: TensorParallel, device: torch.device, function: Callable[..., Tensor]
-    ):
+    def __init__(self, config: TransformerConfig, tp: TensorParallel, device: torch.device, function: Callable[..., Tensor]):
         super().__init__(tp, device)
         self.function, self.eps = function, config.layernorm_epsilon
         self.zero_centered = config.layernorm_zero_centered_gamma

@@ -19,9 +19,10 @@ def documents() -> Iterator[str]:
     """Each documentation topic, then each source file of the standard library, in a fixed order."""
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions leave it out
-        topics = {}
-    yield from (topics[name] for name in sorted(topics))
+
+        yield from (topics[name] for name in sorted(topics))
+    except ImportError:  # some distributions leave it out; the sources are enough
+        pass
     library = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(library.rglob("*.py")):
         if not _SKIP & set(path.relative_to(library).parts[:-1]):

@@ -29,7 +29,10 @@ def main() -> int:
     allocator = keep_freed_memory() if device.type == "cpu" else "allocator settings: not needed on a GPU"
     rates = {name: measure_gemm_rate(device, dtype, 256) / 1e9 for name, dtype in PRECISIONS.items()}
     rows = [
-        ("device", torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"),
+        (
+            "device",
+            torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
+        ),
         ("torch", machine.torch_version),
         ("compile backend", machine.compile_problem or "works"),
         *((f"matrix product {name}", f"{rate:,.0f} GFLOP/s") for name, rate in rates.items()),

@@ -28,7 +28,9 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--world-size", type=int, help="check against this number of processes")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--write-schema", metavar="PATH", help="write the JSON schema of the YAML files for editors, and stop")
+    parser.add_argument(
+        "--write-schema", metavar="PATH", help="write the JSON schema of the YAML files for editors, and stop"
+    )
     arguments = parser.parse_args()
     if arguments.write_schema:
         write_schema(arguments.write_schema)
@@ -40,11 +42,16 @@ def main() -> int:
         plan = fusion_plan(loaded.config, probe(loaded.config.run.device))
     except (ConfigError, FusionError) as error:
         problems = [vars(p) for p in error.problems] if isinstance(error, ConfigError) else str(error).splitlines()
-        print(json.dumps({"problems": problems}, indent=1) if arguments.json else error, file=sys.stdout if arguments.json else sys.stderr)
+        print(
+            json.dumps({"problems": problems}, indent=1) if arguments.json else error,
+            file=sys.stdout if arguments.json else sys.stderr,
+        )
         return 2
     size = sizes(loaded.config)
     if arguments.json:
-        print(json.dumps({"problems": [], **size, "fusions": plan.as_dict(), "config": loaded.config.model_dump()}, indent=1))
+        print(
+            json.dumps({"problems": [], **size, "fusions": plan.as_dict(), "config": loaded.config.model_dump()}, indent=1)
+        )
         return 0
     log = Log(rank=0)
     log.line(f"{arguments.config}: no problems")

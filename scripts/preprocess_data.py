@@ -26,7 +26,9 @@ def main() -> int:
     except (DataError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{arguments.output_prefix}: {report.documents} documents, {report.tokens} tokens, {report.empty_documents} empty dropped")
+    print(
+        f"{arguments.output_prefix}: {report.documents} documents, {report.tokens} tokens, {report.empty_documents} empty dropped"
+    )
     return 0
 
 

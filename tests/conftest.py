@@ -22,7 +22,7 @@ run: {{name: tiny, directory: {folder}/run}}
 model: {{vocab_size: 301, max_position_embeddings: 64, make_vocab_size_divisible_by: 8}}
 transformer: {{num_layers: 3, hidden_size: 64, num_attention_heads: 8, num_query_groups: 4, activation: gelu_tanh}}
 data: {{train: [{folder}/data], valid: [{folder}/data], seq_length: 32}}
-optimizer: {{learning_rate: 1e-3, warmup_iters: 2, weight_decay: 0.1}}
+optimizer: {{learning_rate: 1e-3, weight_decay: 0.1}}
 training: {{train_iters: 20, micro_batch_size: 2, global_batch_size: 4, eval_iters: 2}}
 logging: {{log_interval: 5}}
 """

@@ -9,23 +9,29 @@ import torch
 from torch import Tensor
 
 
-def outputs_and_gradients(function: Callable[..., Tensor], inputs: list[Any], dtype: torch.dtype, grad: Tensor) -> list[Tensor]:
+def outputs_and_gradients(
+    function: Callable[..., Tensor], inputs: list[Any], dtype: torch.dtype, grad: Tensor
+) -> list[Tensor]:
     """The output and the gradient of every floating-point input, computed in `dtype`."""
-    cast = [
-        x.detach().to(dtype).requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs
-    ]
+    cast = [x.detach().to(dtype).requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
     y = function(*cast)
     y.backward(grad.to(y.dtype))
     return [y.detach()] + [x.grad for x in cast if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def compare_with_fp64(
-    reference: Callable[..., Tensor], kernel: Callable[..., Tensor], inputs: list[Any], dtype: torch.dtype, factor: float = 2.0
+    reference: Callable[..., Tensor],
+    kernel: Callable[..., Tensor],
+    inputs: list[Any],
+    dtype: torch.dtype,
+    factor: float = 2.0,
 ) -> None:
     """Assert the rule for the output and every gradient; inputs are rounded to `dtype` first, so all see the same numbers."""
     rounded = [x.to(dtype).double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
     shape = reference(*rounded).shape
-    grad = torch.linspace(-1, 1, max(1, shape.numel()), dtype=torch.float64)[: shape.numel()].reshape(shape).to(dtype).double()
+    grad = (
+        torch.linspace(-1, 1, max(1, shape.numel()), dtype=torch.float64)[: shape.numel()].reshape(shape).to(dtype).double()
+    )
     exact = outputs_and_gradients(reference, rounded, torch.float64, grad)
     plain = outputs_and_gradients(reference, rounded, dtype, grad)
     fused = outputs_and_gradients(kernel, rounded, dtype, grad)

@@ -49,7 +49,9 @@ def test_files_and_functions_stay_short(path: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno < 80, f"{node.name} is too long"
 
 
-@pytest.mark.parametrize("module", ["configs.load", "fusions.catalogue", "models.fusion_sites", "scripts.explain", "trainer.compare.report"])
+@pytest.mark.parametrize(
+    "module", ["configs.load", "fusions.catalogue", "models.fusion_sites", "scripts.explain", "trainer.compare.report"]
+)
 def test_no_torch_is_imported(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -58,7 +58,7 @@ def generate(
     """The prompt and its continuation. `temperature` 0 takes the likeliest token; `top_k` 0 samples from all."""
     generator = torch.Generator(model.device).manual_seed(seed)
     eod = tokenizer.token_to_id(END_OF_DOCUMENT)
-    ids = tokenizer.encode(prompt).ids or [eod]
+    ids: list[int] = tokenizer.encode(prompt).ids or [eod or 0]
     for _ in range(max_new_tokens):
         context = torch.tensor([ids[-config.model.max_position_embeddings :]], device=model.device)
         logits = model(context)[-1, 0, : config.model.vocab_size].float()  # [v]

@@ -27,9 +27,7 @@ from trainer.optimizer import Optimizer
 from trainer.setup import Job, describe
 
 
-def train_step(
-    model: GPTModel, optimizer: Optimizer, batches: list[Batch], config: RunConfig, iteration: int
-) -> StepResult:
+def train_step(model: GPTModel, optimizer: Optimizer, batches: list[Batch], config: RunConfig, iteration: int) -> StepResult:
     """One optimizer step over the micro-batches of a global batch.
 
     The loss is the sum over counted tokens / their number over the whole global batch, however it is cut up. A gradient
@@ -92,7 +90,9 @@ def train(job: Job) -> float | None:
     config, log = job.config, job.log
     describe(job)
     cache = config.data.cache_directory or str(Path(config.run.path, "cache"))
-    dataset = GPTDataset(config.data.sources("train"), config.data.seq_length, config.model.vocab_size, config.training.seed, cache)
+    dataset = GPTDataset(
+        config.data.sources("train"), config.data.seq_length, config.model.vocab_size, config.training.seed, cache
+    )
     for line in dataset.describe(config.training.train_iters * config.training.global_batch_size):
         log.line(f"data: {line}")
     valid = None
@@ -150,7 +150,13 @@ def _finish(job: Job, metrics: Metrics, saved: int) -> None:
     """The summary: speed, what each fusion site really ran, the picture."""
     log = job.log
     rows = [
-        (flag, site, counts.fused, counts.reference, "; ".join(f"{n} x {why}" for why, n in counts.fallbacks.items()))
+        (
+            flag,
+            site,
+            str(counts.fused),
+            str(counts.reference),
+            "; ".join(f"{n} x {why}" for why, n in counts.fallbacks.items()),
+        )
         for (flag, site), counts in job.counters.sites.items()
     ]
     log.table("Calls of each fusion site", ("fusion", "site", "fused", "reference", "fallbacks"), rows)

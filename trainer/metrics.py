@@ -36,7 +36,9 @@ class Metrics:
     the iterations between them; a pause (validation, checkpoint) is taken out by `pause` and `resume`.
     """
 
-    def __init__(self, config: RunConfig, device: torch.device, counters: Counters, log: Log, world_size: int, gemm_rate: float):
+    def __init__(
+        self, config: RunConfig, device: torch.device, counters: Counters, log: Log, world_size: int, gemm_rate: float
+    ):
         self.config, self.device, self.counters, self.log = config, device, counters, log
         self.world_size, self.gemm_rate = world_size, gemm_rate
         self.flops = flops_per_iteration(config)
@@ -112,8 +114,9 @@ class Metrics:
         if self.file:
             self.file.writelines(json.dumps(row) + "\n" for row in rows)
             self.file.flush()
-        for row in rows if self.wandb else []:
-            self.wandb.log({k: v for k, v in row.items() if k != "fusion_counters"}, step=row["iteration"])
+        if self.wandb:
+            for row in rows:
+                self.wandb.log({k: v for k, v in row.items() if k != "fusion_counters"}, step=row["iteration"])
         last = rows[-1]
         note = "  (includes compilation and warm-up)" if last["first_after_start"] else ""
         skips = f"  skipped {self.nonfinite_total}" if self.nonfinite_total else ""
@@ -156,7 +159,7 @@ def start_wandb(config: RunConfig, log: Log) -> Any:
     if config.logging.wandb.mode == "disabled":
         return None
     try:
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]  an optional extra
 
         return wandb.init(
             project=config.logging.wandb.project,

@@ -68,9 +68,7 @@ def build_job(loaded: LoadedConfig, device: torch.device, tp: TensorParallel, lo
     return Job(loaded, device, tp, plan, counters, model, optimizer, gemm_rate, log)
 
 
-def build_model(
-    config: RunConfig, plan: FusionPlan, tp: TensorParallel, device: torch.device
-) -> tuple[GPTModel, Counters]:
+def build_model(config: RunConfig, plan: FusionPlan, tp: TensorParallel, device: torch.device) -> tuple[GPTModel, Counters]:
     """The model with its initial weights, and the counters of its fusion sites."""
     counters = Counters()
     spec = gpt_spec(config.transformer, plan, counters)

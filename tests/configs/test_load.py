@@ -74,7 +74,9 @@ def test_every_field_is_documented() -> None:
 )
 def test_L01_unknown_key_is_refused_with_the_nearest_name(base: Path, override: str, key: str, suggestion: str) -> None:
     message = refuse(base, override)
-    assert f"{key}: is not a known key" in message and f"did you mean {suggestion!r}" in message and "command line" in message
+    assert (
+        f"{key}: is not a known key" in message and f"did you mean {suggestion!r}" in message and "command line" in message
+    )
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("5e-5", 5e-5), ("1E-4", 1e-4), ("1e-08", 1e-8), ('"1e-4"', 1e-4), ("1", 1.0), (".5", 0.5)])  # fmt: skip
@@ -138,7 +140,9 @@ def test_L10_each_required_key_by_its_yaml_path(tmp_path: Path, key: str) -> Non
 
 
 def test_N12_odd_rotary_dimension(base: Path) -> None:
-    message = refuse(base, "transformer.hidden_size=520", "transformer.num_attention_heads=8", "model.position_embedding_type=rope")
+    message = refuse(
+        base, "transformer.hidden_size=520", "transformer.num_attention_heads=8", "model.position_embedding_type=rope"
+    )
     assert "65" in message and "even" in message
 
 
@@ -197,7 +201,9 @@ def test_sdpa_with_attention_dropout_is_a_problem(base: Path) -> None:
     assert "attention_dropout" in refuse(base, "transformer.attention_backend=sdpa", "transformer.attention_dropout=0.1")
 
 
-@pytest.mark.parametrize("train", ["[{prefix: a, weight: -1}, b]", "[{prefix: a, weight: .inf}]", "[{prefix: a, weight: 0}]", "[]"])
+@pytest.mark.parametrize(
+    "train", ["[{prefix: a, weight: -1}, b]", "[{prefix: a, weight: .inf}]", "[{prefix: a, weight: 0}]", "[]"]
+)
 def test_D11_weights_that_mean_nothing(base: Path, train: str) -> None:
     assert "data.train" in refuse(base, f"data.train={train}")
 
@@ -214,5 +220,7 @@ def test_explain_is_quick_and_says_what_runs(base: Path) -> None:
 
 
 def test_explain_refuses_with_code_2(base: Path) -> None:
-    done = subprocess.run([sys.executable, "scripts/explain.py", str(base), "model.hiden=8"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "scripts/explain.py", str(base), "model.hiden=8"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "did you mean" in done.stderr and "Traceback" not in done.stderr

@@ -21,7 +21,9 @@ def test_backends_agree(dtype: torch.dtype, activation: str, with_bias: bool) ->
 
 
 @pytest.mark.parametrize("function", [gelu.reference, gelu.compiled])
-@pytest.mark.parametrize(("activation", "at_1", "at_minus_3"), [("gelu", 0.8413447, -0.0040497), ("gelu_tanh", 0.8411920, -0.0036374)])
+@pytest.mark.parametrize(
+    ("activation", "at_1", "at_minus_3"), [("gelu", 0.8413447, -0.0040497), ("gelu_tanh", 0.8411920, -0.0036374)]
+)
 def test_N08_the_activation_is_the_configured_one(function, activation: str, at_1: float, at_minus_3: float) -> None:
     out = function(torch.tensor([[1.0, -3.0]]), torch.zeros(2), activation)[0]
     assert out[0].item() == pytest.approx(at_1, abs=1e-6) and out[1].item() == pytest.approx(at_minus_3, abs=1e-6)

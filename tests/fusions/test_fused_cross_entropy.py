@@ -14,7 +14,13 @@ from tests.distributed import run_ranks
 from tests.numerics import compare_with_fp64
 
 BOTH = [ce.reference, ce.compiled]
-OPTIONS = [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}, {"vocab_size": 45}, {"vocab_size": 45, "label_smoothing": 0.2, "z_loss": 0.1}]
+OPTIONS = [
+    {},
+    {"label_smoothing": 0.1},
+    {"z_loss": 0.01},
+    {"vocab_size": 45},
+    {"vocab_size": 45, "label_smoothing": 0.2, "z_loss": 0.1},
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -23,7 +29,10 @@ def test_backends_agree(dtype: torch.dtype, options: dict) -> None:
     logits, target = 4 * torch.randn(7, 3, 50), torch.randint(0, 45, (7, 3))
     target[2, 1] = -100
     compare_with_fp64(
-        lambda x: ce.reference(x, target, None, **options), lambda x: ce.compiled(x, target, None, **options), [logits], dtype
+        lambda x: ce.reference(x, target, None, **options),
+        lambda x: ce.compiled(x, target, None, **options),
+        [logits],
+        dtype,
     )
 
 
@@ -134,7 +143,12 @@ def _ranks() -> dict:
 def test_ranks_agree_with_the_whole_and_collectives_are_counted(size: int) -> None:
     for rank, out in enumerate(run_ranks(size, _ranks)):
         # One MAX and one SUM per quantity in the reference, one MAX and one packed SUM in the fused form.
-        assert out["calls"] == {("reference", "plain"): 3, ("reference", "all"): 4, ("compile", "plain"): 2, ("compile", "all"): 2}
+        assert out["calls"] == {
+            ("reference", "plain"): 3,
+            ("reference", "all"): 4,
+            ("compile", "plain"): 2,
+            ("compile", "all"): 2,
+        }
         for name in ("reference", "compile"):
             assert out[name, "N14"] == pytest.approx(4.408340, abs=1e-5)
             assert out[name, "N16"] == [-0.75, 0.25, 0.25, 0.25][rank * 4 // size : (rank + 1) * 4 // size]

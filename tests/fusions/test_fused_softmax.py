@@ -17,7 +17,13 @@ BOTH = [sm.reference, sm.compiled]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"causal": True}, {"causal": True, "window": 4}, {"scale": 0.5, "causal": True, "dropout_prob": 0.3}, {"dropout_prob": 0.3}],
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window": 4},
+        {"scale": 0.5, "causal": True, "dropout_prob": 0.3},
+        {"dropout_prob": 0.3},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("masked", [True, False])

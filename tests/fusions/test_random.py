@@ -17,7 +17,9 @@ from fusions.random import (
 )
 
 
-def hidden(seed: int = 1, site: int = 0, iteration: int = 1, sample: int = 0, rows: int = 64, columns: int = 256, prob: float = 0.5):
+def hidden(
+    seed: int = 1, site: int = 0, iteration: int = 1, sample: int = 0, rows: int = 64, columns: int = 256, prob: float = 0.5
+):
     keys = DropoutKeys(site_words(seed, iteration, site + 1), torch.tensor([sample]))
     return keep_mask(keys.hidden(site, torch.arange(rows)), columns, prob)[:, 0]  # [rows, columns]
 

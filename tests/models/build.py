@@ -18,7 +18,13 @@ from trainer.setup import build_model
 BASE: dict[str, dict[str, Any]] = {
     "run": {"name": "test"},
     "model": {"vocab_size": 301, "max_position_embeddings": 64, "make_vocab_size_divisible_by": 8},
-    "transformer": {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 8, "num_query_groups": 4, "activation": "gelu_tanh"},
+    "transformer": {
+        "num_layers": 3,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "activation": "gelu_tanh",
+    },
     "parallel": {},
     "data": {"train": ["none"], "seq_length": 32},
     "optimizer": {"learning_rate": 1e-3, "warmup_iters": 2},

@@ -78,7 +78,10 @@ def hf_gpt2(config: RunConfig, model: GPTModel):
             transpose = (lambda w: w.T) if kind == "weight" else (lambda w: w)
             pairs[f"{a}.ln_1.{kind}"] = (f"{b}.input_layernorm.{kind}", lambda w: w)
             pairs[f"{a}.ln_2.{kind}"] = (f"{b}.pre_mlp_layernorm.{kind}", lambda w: w)
-            pairs[f"{a}.attn.c_attn.{kind}"] = (f"{b}.self_attention.linear_qkv.{kind}", qkv_weight if kind == "weight" else qkv_bias)
+            pairs[f"{a}.attn.c_attn.{kind}"] = (
+                f"{b}.self_attention.linear_qkv.{kind}",
+                qkv_weight if kind == "weight" else qkv_bias,
+            )
             pairs[f"{a}.attn.c_proj.{kind}"] = (f"{b}.self_attention.linear_proj.{kind}", transpose)
             pairs[f"{a}.mlp.c_fc.{kind}"] = (f"{b}.mlp.linear_fc1.{kind}", transpose)
             pairs[f"{a}.mlp.c_proj.{kind}"] = (f"{b}.mlp.linear_fc2.{kind}", transpose)
@@ -113,7 +116,9 @@ def test_C17_logits_and_gradients_of_hf_gpt2(fused: bool, attention_backend: str
     torch.nn.functional.cross_entropy(hf_logits.flatten(0, 1), labels.flatten()).backward()
     theirs, ours = dict(hf.named_parameters()), dict(model.named_parameters())
     for name, (our_name, convert) in pairs.items():
-        torch.testing.assert_close(convert(ours[our_name].grad), theirs[name].grad, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            convert(ours[our_name].grad), theirs[name].grad, atol=1e-6, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_N29_labels_are_shifted_once() -> None:
@@ -154,7 +159,11 @@ def test_N04_query_key_layer_scaling_changes_nothing(layer_scaling: bool) -> Non
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
 def test_N05_N06_D17_a_mask_holds_on_every_backend(backend: str, fused: bool, window: int | None) -> None:
-    overrides = {"transformer.attention_backend": backend, "transformer.attention_dropout": 0.0, "transformer.window_size": window}
+    overrides = {
+        "transformer.attention_backend": backend,
+        "transformer.attention_dropout": 0.0,
+        "transformer.window_size": window,
+    }
     config = run_config(overrides, fused=fused)
     model, _ = build(config)
     model.eval()
@@ -171,7 +180,9 @@ def test_N05_N06_D17_a_mask_holds_on_every_backend(backend: str, fused: bool, wi
 
 @pytest.mark.parametrize("backend", ["unfused", "sdpa"])
 def test_left_padding_leaves_no_nan(backend: str) -> None:
-    config = run_config({"transformer.attention_backend": backend, "transformer.attention_dropout": 0.0, "transformer.hidden_dropout": 0.0})
+    config = run_config(
+        {"transformer.attention_backend": backend, "transformer.attention_dropout": 0.0, "transformer.hidden_dropout": 0.0}
+    )
     model, _ = build(config)
     tokens, labels = tokens_of(config, 1)
     mask = torch.zeros(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool)
@@ -247,7 +258,9 @@ def test_N26_evaluation_has_no_dropout_and_training_gets_it_back(fused: bool) ->
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_N30_only_matrices_decay(kind: str, fused: bool) -> None:
-    config = run_config({"transformer.normalization": kind, "optimizer.weight_decay": 0.5, "optimizer.learning_rate": 0.1}, fused=fused)
+    config = run_config(
+        {"transformer.normalization": kind, "optimizer.weight_decay": 0.5, "optimizer.learning_rate": 0.1}, fused=fused
+    )
     model, _ = build(config)
     optimizer = Optimizer(model, config.optimizer)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

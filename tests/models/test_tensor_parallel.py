@@ -42,7 +42,8 @@ def train(overrides: dict[str, Any], fused: bool | tuple[str, ...], iterations: 
     for iteration in range(1, iterations + 1):
         samples = torch.randint(0, 301, (batch_size, config.data.seq_length + 1), generator=generator).numpy()
         batches = [
-            make_batch(list(samples[i : i + micro]), list(range(i, i + micro)), config.data) for i in range(0, batch_size, micro)
+            make_batch(list(samples[i : i + micro]), list(range(i, i + micro)), config.data)
+            for i in range(0, batch_size, micro)
         ]
         losses.append(train_step(model, optimizer, batches, config, iteration).loss.item())
         if iteration == 1:
@@ -76,7 +77,9 @@ def unsharded() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("size", "sequence_parallel"), [(2, False), (2, True), (4, True)])
-def test_T01_T08_T09_T11_the_same_training_at_every_size(size: int, sequence_parallel: bool, unsharded: dict[str, Any]) -> None:
+def test_T01_T08_T09_T11_the_same_training_at_every_size(
+    size: int, sequence_parallel: bool, unsharded: dict[str, Any]
+) -> None:
     ranks = run_ranks(size, train, {"parallel.sequence_parallel": sequence_parallel}, False)
     for result in ranks:
         same_training(result, unsharded)
@@ -167,7 +170,9 @@ def _refuses() -> list[str]:
     messages = []
     for call in (
         lambda: model(torch.zeros(1, 32, dtype=torch.long), labels=torch.zeros(1, 32, dtype=torch.long)),
-        lambda: model.output_layer.loss(torch.zeros(4, 1, config.model.padded_vocab_size), torch.zeros(1, 4, dtype=torch.long)),
+        lambda: model.output_layer.loss(
+            torch.zeros(4, 1, config.model.padded_vocab_size), torch.zeros(1, 4, dtype=torch.long)
+        ),
     ):
         try:
             call()

@@ -64,7 +64,9 @@ def test_a_toggle_that_did_nothing_gets_no_verdict() -> None:
 
 def test_a_faster_arm_with_other_losses_is_marked() -> None:
     base = arm("off", False, "reference", 1.0, [5.0, 4.0], 0)
-    good, bad = compare_arms([base, arm("a", True, "compile", 0.9, [5.0, 4.00001], 10), arm("b", True, "compile", 0.9, [5.0, 4.1], 10)])
+    good, bad = compare_arms(
+        [base, arm("a", True, "compile", 0.9, [5.0, 4.00001], 10), arm("b", True, "compile", 0.9, [5.0, 4.1], 10)]
+    )
     assert good["loss_safe"] and good["verdict"] == "faster" and good["break_even_iterations"] == pytest.approx(50, rel=0.1)
     assert not bad["loss_safe"] and "NOT LOSS-SAFE" in bad["sentence"]
     (same,) = compare_arms([base, arm("off again", False, "reference", 1.0, [5.0, 4.0], 0)])

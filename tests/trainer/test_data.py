@@ -61,7 +61,10 @@ def test_D02_ids_never_wrap(tmp_path: Path) -> None:
 @pytest.mark.parametrize("vocab", [100, 255, 256, 32768, 65535, 65536, 65537, 200000])
 def test_D03_every_dtype_that_can_be_chosen_round_trips(tmp_path: Path, vocab: int) -> None:
     write_tokens(tmp_path / "x", [[0, vocab - 1], [1]], smallest_dtype(vocab).type)
-    assert [d.tolist() for d in (IndexedDataset(tmp_path / "x")[0], IndexedDataset(tmp_path / "x")[1])] == [[0, vocab - 1], [1]]
+    assert [d.tolist() for d in (IndexedDataset(tmp_path / "x")[0], IndexedDataset(tmp_path / "x")[1])] == [
+        [0, vocab - 1],
+        [1],
+    ]
 
 
 @pytest.mark.parametrize("texts", [["", "a b", "", "c"], ["a b", "c", ""]])
@@ -91,7 +94,10 @@ def test_D06_sizes_count_the_end_of_document(tmp_path: Path) -> None:
         (lambda p: p.with_suffix(".idx").write_bytes(p.with_suffix(".idx").read_bytes()[:-8]), "truncated"),
         (lambda p: p.with_suffix(".idx").write_bytes(b"X" + p.with_suffix(".idx").read_bytes()[1:]), "not a Megatron index"),
         (lambda p: p.with_suffix(".idx").write_bytes(b"short"), "shorter than its header"),
-        (lambda p: p.with_suffix(".bin").write_bytes(p.with_suffix(".bin").read_bytes()[:-2]), "8 bytes but .* describes 10"),
+        (
+            lambda p: p.with_suffix(".bin").write_bytes(p.with_suffix(".bin").read_bytes()[:-2]),
+            "8 bytes but .* describes 10",
+        ),
         (lambda p: p.with_suffix(".bin").write_bytes(b"\0" * 14), "14 bytes but .* describes 10"),
         (lambda p: p.with_suffix(".bin").unlink(), "is missing"),
         (lambda p: p.with_suffix(".idx").unlink(), "is missing"),
@@ -199,7 +205,9 @@ def test_D16_positions_and_mask_and_loss_reset_apart() -> None:
 
 
 def test_D18_the_loss_mask_is_by_position_not_by_value() -> None:
-    batch = make_batch([np.array([11, 12, 0, 13, 0, 0, 0, 0, 0]), np.zeros(9, np.int64)], [0, 1], data_config(eod_token=0), [True, False])
+    batch = make_batch(
+        [np.array([11, 12, 0, 13, 0, 0, 0, 0, 0]), np.zeros(9, np.int64)], [0, 1], data_config(eod_token=0), [True, False]
+    )
     assert batch.loss_mask.tolist() == [[1.0] * 8, [0.0] * 8]
 
 
@@ -233,8 +241,10 @@ def test_too_little_data_is_one_message(tiny: Path) -> None:
 
 def test_C01_the_batches_of_an_iteration_are_a_function_of_its_number(tiny: Path) -> None:
     config = load_config(tiny / "tiny.yaml").config
+
     def dataset() -> GPTDataset:
         return GPTDataset(config.data.sources("train"), 32, 301, 1234, tiny / "cache")
+
     epoch = 1 + 2 * 1200 // 32 // 4  # beyond the first epoch
     for iteration in (1, 7, epoch):
         first, again = training_batches(dataset(), config, iteration), training_batches(dataset(), config, iteration)

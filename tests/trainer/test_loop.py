@@ -95,7 +95,9 @@ def test_C11_C13_files_are_safetensors_and_json_with_keys_of_the_plain_model(tin
     (path,) = complete_checkpoints(tiny / "run" / "checkpoints")
     assert {p.suffix for p in path.iterdir()} == {".json", ".safetensors"}
     keys = [k for p in path.glob("*.safetensors") for k in safe_open(p, "pt").keys()]  # noqa: SIM118
-    assert sorted(k for k in keys if k.startswith("model.")) == sorted(f"model.{n}" for n, _ in job(tiny).model.named_parameters())
+    assert sorted(k for k in keys if k.startswith("model.")) == sorted(
+        f"model.{n}" for n, _ in job(tiny).model.named_parameters()
+    )
     train(job(tiny, "training.train_iters=2", "transformer.persist_layer_norm=false"))  # fusions may change
 
 
@@ -104,7 +106,9 @@ def test_C12_a_checkpoint_of_another_depth_names_the_keys(tiny: Path, layers: in
     train(job(tiny, "training.train_iters=1"))
     (path,) = complete_checkpoints(tiny / "run" / "checkpoints")
     other = job(tiny, f"transformer.num_layers={layers}")
-    with pytest.raises(CheckpointError, match=r"model.decoder.layers.\d.*is (not in the checkpoint|in the checkpoint but not)"):
+    with pytest.raises(
+        CheckpointError, match=r"model.decoder.layers.\d.*is (not in the checkpoint|in the checkpoint but not)"
+    ):
         load_tensors(path, other.model, other.optimizer)
 
 
@@ -124,13 +128,25 @@ def test_C18_D20_L11_a_resume_that_means_something_else_is_refused(tiny: Path, o
     assert key in str(error.value)
 
 
-def test_L11_C07_what_may_change_is_listed_and_comes_from_the_new_configuration(tiny: Path, capsys: pytest.CaptureFixture) -> None:
+def test_L11_C07_what_may_change_is_listed_and_comes_from_the_new_configuration(
+    tiny: Path, capsys: pytest.CaptureFixture
+) -> None:
     train(job(tiny, "training.train_iters=2"))
     capsys.readouterr()
-    built = job(tiny, "training.train_iters=4", "optimizer.learning_rate=5e-4", "transformer.hidden_dropout=0.2", "optimizer.schedule=constant")
+    built = job(
+        tiny,
+        "training.train_iters=4",
+        "optimizer.learning_rate=5e-4",
+        "transformer.hidden_dropout=0.2",
+        "optimizer.schedule=constant",
+    )
     train(built)
     out = capsys.readouterr().out
-    for line in ("optimizer.learning_rate: 0.001 in the checkpoint, 0.0005 now", "transformer.hidden_dropout: 0.1", "training.train_iters: 2"):
+    for line in (
+        "optimizer.learning_rate: 0.001 in the checkpoint, 0.0005 now",
+        "transformer.hidden_dropout: 0.1",
+        "training.train_iters: 2",
+    ):
         assert f"resume: {line}" in out
     assert built.optimizer.adamw.param_groups[0]["lr"] == 5e-4
 
@@ -146,13 +162,25 @@ def schedule(tiny: Path, *overrides: str) -> list[float]:
 
 
 def test_C07_C08_the_learning_rate_is_a_function_of_the_iteration(tiny: Path) -> None:
-    base = ["optimizer.warmup_iters=0", "optimizer.learning_rate=6e-4", "optimizer.min_learning_rate=6e-5", "training.train_iters=20"]
+    base = [
+        "optimizer.warmup_iters=0",
+        "optimizer.learning_rate=6e-4",
+        "optimizer.min_learning_rate=6e-5",
+        "training.train_iters=20",
+    ]
     assert schedule(tiny, *base)[15] == pytest.approx(1.39081e-4, rel=1e-5)
-    long = ["optimizer.warmup_iters=0", "optimizer.learning_rate=1e-3", "optimizer.min_learning_rate=1e-5", "training.train_iters=100"]
+    long = [
+        "optimizer.warmup_iters=0",
+        "optimizer.learning_rate=1e-3",
+        "optimizer.min_learning_rate=1e-5",
+        "training.train_iters=100",
+    ]
     assert schedule(tiny, *long)[50] == pytest.approx(5.05e-4, rel=1e-9)
     warm = schedule(tiny, "optimizer.warmup_iters=4", "optimizer.schedule=linear", "training.train_iters=12")
     assert warm[1] == pytest.approx(2.5e-4) and warm[4] == 1e-3 and warm[8] == pytest.approx(5e-4) and warm[12] == 0
-    wsd = schedule(tiny, "optimizer.warmup_iters=2", "optimizer.schedule=wsd", "optimizer.wsd_decay_iters=4", "training.train_iters=12")
+    wsd = schedule(
+        tiny, "optimizer.warmup_iters=2", "optimizer.schedule=wsd", "optimizer.wsd_decay_iters=4", "training.train_iters=12"
+    )
     assert wsd[2:9] == [1e-3] * 7 and wsd[10] == pytest.approx(5e-4) and wsd[12] == 0
     assert schedule(tiny, "optimizer.schedule=constant", "optimizer.warmup_iters=0")[1:] == [1e-3] * 20
 
@@ -169,7 +197,9 @@ def test_N20_token_mean_over_the_global_batch(tiny: Path) -> None:
     batches[0] = replace(batches[0], loss_mask=mask)
     losses = [built.model(b.tokens, labels=b.labels) * b.loss_mask for b in batches]
     expected = sum(v.sum() for v in losses).item() / 72
-    assert train_step(built.model, built.optimizer, batches, built.config, 1).loss.item() == pytest.approx(expected, rel=1e-6)
+    assert train_step(built.model, built.optimizer, batches, built.config, 1).loss.item() == pytest.approx(
+        expected, rel=1e-6
+    )
 
 
 def test_N19_a_batch_without_counted_tokens_is_skipped(tiny: Path) -> None:
@@ -185,7 +215,9 @@ def test_N19_a_batch_without_counted_tokens_is_skipped(tiny: Path) -> None:
     assert half.skipped.item() == 0 and torch.isfinite(half.loss)
 
 
-def test_G09_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_G09_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import trainer.loop as loop
 
     built = job(tiny, "training.train_iters=5", "logging.log_interval=1")
@@ -237,7 +269,9 @@ def test_D19_validation_repeats_and_is_the_token_mean(tiny: Path) -> None:
 def test_what_a_run_leaves_behind(tiny: Path, capsys: pytest.CaptureFixture) -> None:
     train(job(tiny, "training.train_iters=6", "logging.log_interval=2", "transformer.bias_dropout_fusion=true"))
     folder = tiny / "run"
-    assert {"config.yaml", "fusions.json", "metrics.jsonl", "loss.png", "checkpoints", "cache"} <= {p.name for p in folder.iterdir()}
+    assert {"config.yaml", "fusions.json", "metrics.jsonl", "loss.png", "checkpoints", "cache"} <= {
+        p.name for p in folder.iterdir()
+    }
     rows = [r for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
     assert [r["iteration"] for r in rows] == [1, 2, 3, 4, 5, 6]
     for key in ("grad_norm", "learning_rate", "iteration_time_ms", "tokens_per_second", "mfu", "loss"):

@@ -72,7 +72,9 @@ def test_negative_losses_and_repeated_iterations_are_kept(tiny: Path) -> None:
     assert [r["loss"] for r in read_metrics(tiny / "run" / "metrics.jsonl")] == [-2.0]  # the later one, after a resume
 
 
-def test_G07_wandb_starts_once_on_rank_0_and_never_ends_a_run(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_G07_wandb_starts_once_on_rank_0_and_never_ends_a_run(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     calls: list[dict] = []
     logged: list[dict] = []
     run = types.SimpleNamespace(log=lambda row, step: logged.append(row), finish=lambda: None)

@@ -34,7 +34,9 @@ def _compare(base: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
     if identical:
         sentence = f"A/A, the same arm twice: {sentence}"
     if nothing:
-        sentence = f"{arm['name']}: the toggle did nothing: what was asked for differs from {base['name']}, what ran does not"
+        sentence = (
+            f"{arm['name']}: the toggle did nothing: what was asked for differs from {base['name']}, what ran does not"
+        )
     if drift > tolerance:
         sentence += f"; NOT LOSS-SAFE: losses differ by {drift:.1e} (rounding explains {tolerance:.0e})"
     return {
@@ -72,7 +74,9 @@ def write_report(plan: ComparisonPlan, arms: list[dict[str, Any]], environment: 
                 f"{seconds * 1e3:.1f}",
                 f"{_tokens(arm) / seconds:,.0f}",
                 f"{arm['first_step_seconds']:.1f}",
-                f"{comparison['ratio']:.3f} [{comparison['interval'][0]:.3f}, {comparison['interval'][1]:.3f}]" if comparison else "1",
+                f"{comparison['ratio']:.3f} [{comparison['interval'][0]:.3f}, {comparison['interval'][1]:.3f}]"
+                if comparison
+                else "1",
                 f"{comparison['loss_max_relative_difference']:.1e}" if comparison else "",
                 str(sum(site["fused"] for site in arm["counters"].values())),
             )

@@ -27,7 +27,9 @@ class PairedRatio:
             return f"{arm} is {self.verdict} than {against} by {percent}"
         if self.verdict == "no_difference":
             return f"{arm} and {against}: no difference larger than {max(abs(low - 1), abs(high - 1)):.1%}"
-        return f"{arm} against {against} is inconclusive: the smallest effect we could have seen is {self.smallest_visible:.1%}"
+        return (
+            f"{arm} against {against} is inconclusive: the smallest effect we could have seen is {self.smallest_visible:.1%}"
+        )
 
 
 def paired_ratio(

@@ -63,12 +63,18 @@ def main(plan_path: str) -> None:
     arms = [ArmRun(a.name, a.overrides, build_job(plan.load(a, world_size()), device, tp, log)) for a in plan.arms]
     config = first.config
     dataset = GPTDataset(
-        config.data.sources("train"), config.data.seq_length, config.model.vocab_size, config.training.seed, f"{plan.out}/cache"
+        config.data.sources("train"),
+        config.data.seq_length,
+        config.model.vocab_size,
+        config.training.seed,
+        f"{plan.out}/cache",
     )
     for arm in arms:
         arm.first_step_seconds = arm.steps(dataset, 1)
         arm.warmup_step_seconds = [arm.steps(dataset, 1) for _ in range(plan.warmup_steps)]
-        log.line(f"{arm.name}: first step {arm.first_step_seconds:.1f} s, then {min(arm.warmup_step_seconds) * 1e3:.0f} ms a step")
+        log.line(
+            f"{arm.name}: first step {arm.first_step_seconds:.1f} s, then {min(arm.warmup_step_seconds) * 1e3:.0f} ms a step"
+        )
     gc.collect()
     gc.freeze()
     for number in range(plan.rounds):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,11 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device."""
-        moved = {name: None if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()}
+        if device.type == "cpu":
+            return self
+        moved: dict[str, Any] = {
+            name: None if value is None else value.to(device, non_blocking=True) for name, value in vars(self).items()
+        }
         return Batch(**moved)
 
 

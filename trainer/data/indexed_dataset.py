@@ -52,7 +52,9 @@ class IndexedDataset:
         if magic != MAGIC:
             raise DataError(f"{idx} does not start with {MAGIC!r} but with {magic!r}; it is not a Megatron index")
         if version != 1 or code not in _DTYPES:
-            raise DataError(f"{idx} has version {version} and dtype code {code}; expected version 1 and a code of {list(_DTYPES)}")
+            raise DataError(
+                f"{idx} has version {version} and dtype code {code}; expected version 1 and a code of {list(_DTYPES)}"
+            )
         expected = _HEADER.size + 12 * sequences + 8 * boundaries
         if len(data) != expected:
             raise DataError(

@@ -87,11 +87,13 @@ def encode_documents(
                 if not ids:
                     report.empty_documents += 1
                     continue
-                builder.add_item([*ids, eod] if append_eod else ids)
+                builder.add_item([*ids, eod] if append_eod and eod is not None else ids)
                 builder.end_document()
                 report.documents += 1
                 report.tokens += len(ids) + append_eod
         if not report.documents:
-            raise DataError(f"no document has any text ({report.empty_documents} empty); nothing was written to {prefix}.bin")
+            raise DataError(
+                f"no document has any text ({report.empty_documents} empty); nothing was written to {prefix}.bin"
+            )
         builder.finalize()
     return report
