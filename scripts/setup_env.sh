@@ -23,9 +23,12 @@ setup_env() {
         if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
             pip install -q "torch==$torch_version" -c requirements/constraints.txt || return 1
         else
+            # "+cpu" names the CPU build, so that nothing else can be taken (macOS has only one build, without a name).
             # --no-deps keeps the CPU index out of the search for every other package.
-            pip install -q --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "torch==$torch_version" ||
-                return 1
+            local build=+cpu
+            [ "$(uname)" = Darwin ] && build=""
+            pip install -q --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu \
+                "torch==$torch_version$build" || return 1
         fi
     fi
     echo "torch==$torch_version" >.venv/torch-constraint.txt

@@ -19,12 +19,10 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(5, 3, 65), (1, 1, 1), (7, 256)])
+@pytest.mark.parametrize("shape", [(5, 3, 65), (1, 1, 3), (7, 256)])
 def test_backends_agree(kind: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     reference, compiled = KINDS[kind]
     h = shape[-1]
-    if h == 1 and dtype != torch.float32:
-        pytest.skip("one column has no variance: half precision leaves nothing to compare")
     x, weight, bias = torch.randn(shape) * 2 + 0.5, torch.randn(h), torch.randn(h) if kind == "LayerNorm" else None
     compare_with_fp64(lambda *a: reference(*a, 1e-5), lambda *a: compiled(*a, 1e-5), [x, weight, bias], dtype)
 
