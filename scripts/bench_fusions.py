@@ -41,112 +41,89 @@ class Case:
 
 def cases(device: torch.device, rows: int, width: int) -> list[Case]:
     """The operations at `rows` x `width` elements: beyond the last-level cache by default."""
-    x, residual = torch.randn(rows, width, device=device), torch.randn(rows, width, device=device)
-    bias, weight = torch.randn(width, device=device), torch.randn(width, device=device)
-    key = random_mask_key(x)
-    scores = torch.randn(rows // 512, 1, 512, width, device=device)
-    score_key = random_mask_key(scores)
+    x = torch.randn(rows, width, device=device)
     target = torch.randint(0, width, (rows,), device=device)
+    cross_entropy = Case(
+        "cross entropy",
+        [x],
+        {
+            "fused": lambda x: fused_cross_entropy.compiled(x, target, None),
+            "reference": lambda x: fused_cross_entropy.reference(x, target, None),
+            "pytorch": lambda x: F.cross_entropy(x, target, reduction="none"),
+        },
+        forward_tensors=1,
+        backward_tensors=2,
+    )
+    gelus = [gelu_case(x, activation) for activation in ("gelu_tanh", "gelu")]
+    return [*dropout_cases(x), *gelus, *norm_cases(x), *softmax_cases(device, rows, width), cross_entropy]
+
+
+def dropout_cases(x: Tensor) -> list[Case]:
+    """The reference's dropout by itself, and bias + dropout + add."""
+    key, bias, residual = random_mask_key(x), torch.randn_like(x[0]), torch.randn_like(x)
+    alone = {
+        "fused": lambda x: dropout(x, 0.1, key),
+        "reference": lambda x: dropout(x, 0.1, key),
+        "pytorch": lambda x: F.dropout(x, 0.1),
+    }
+    added = {
+        "fused": lambda x, b, r: fused_bias_dropout.compiled(x, b, r, 0.1, True, key),
+        "reference": lambda x, b, r: fused_bias_dropout.reference(x, b, r, 0.1, True, key),
+        "pytorch": lambda x, b, r: r + F.dropout(x + b, 0.1),
+    }
+    return [
+        Case("dropout alone (the eager reference's)", [x], alone, 2, 2),
+        Case("bias + dropout + add", [x, bias, residual], added, 3, 2),
+    ]
+
+
+def gelu_case(x: Tensor, activation: str) -> Case:
+    """bias + one of the GELUs."""
+    own = "tanh" if activation == "gelu_tanh" else "none"
+    contestants = {
+        "fused": lambda x, b: fused_bias_gelu.compiled(x, b, activation),
+        "reference": lambda x, b: fused_bias_gelu.reference(x, b, activation),
+        "pytorch": lambda x, b: F.gelu(x + b, approximate=own),
+    }
+    return Case(f"bias + {activation}", [x, torch.randn_like(x[0])], contestants, 2, 3)
+
+
+def norm_cases(x: Tensor) -> list[Case]:
+    """LayerNorm and RMSNorm."""
+    weight, bias, width = torch.randn_like(x[0]), torch.randn_like(x[0]), x.shape[-1]
+    layer_norm = {
+        "fused": lambda x, w, b: fused_layer_norm.compiled_layer_norm(x, w, b, 1e-5),
+        "reference": lambda x, w, b: fused_layer_norm.reference_layer_norm(x, w, b, 1e-5),
+        "pytorch": lambda x, w, b: F.layer_norm(x, (width,), w, b),
+    }
+    rms_norm = {
+        "fused": lambda x, w: fused_layer_norm.compiled_rms_norm(x, w, None, 1e-5),
+        "reference": lambda x, w: fused_layer_norm.reference_rms_norm(x, w, None, 1e-5),
+        "pytorch": lambda x, w: F.rms_norm(x, (width,), w, 1e-5),
+    }
+    return [Case("LayerNorm", [x, weight, bias], layer_norm, 2, 3), Case("RMSNorm", [x, weight], rms_norm, 2, 3)]
+
+
+def softmax_cases(device: torch.device, rows: int, width: int) -> list[Case]:
+    """Causal softmax of scores [rows / 512, 1, 512, width], without and with dropout."""
+    scores = torch.randn(rows // 512, 1, 512, width, device=device)
+    key = random_mask_key(scores)
     future = torch.ones(512, width, dtype=torch.bool, device=device).triu(width - 511)
 
-    def own_bda(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
-        return residual + F.dropout(x + bias, 0.1)
+    def own(scores: Tensor) -> Tensor:
+        return torch.softmax(scores.masked_fill(future, float("-inf")), -1)
 
-    def gelu(activation: str) -> Case:
-        own = "tanh" if activation == "gelu_tanh" else "none"
-        return Case(
-            f"bias + {activation}",
-            [x, bias],
-            {
-                "fused": lambda x, b: fused_bias_gelu.compiled(x, b, activation),
-                "reference": lambda x, b: fused_bias_gelu.reference(x, b, activation),
-                "pytorch": lambda x, b: F.gelu(x + b, approximate=own),
-            },
-            2,
-            3,
-        )
-
-    return [
-        Case(
-            "dropout alone (the reference's against PyTorch's)",
-            [x],
-            {
-                "fused": lambda x: dropout(x, 0.1, key),
-                "reference": lambda x: dropout(x, 0.1, key),
-                "pytorch": lambda x: F.dropout(x, 0.1),
-            },
-            2,
-            2,
-        ),
-        Case(
-            "bias + dropout + add",
-            [x, bias, residual],
-            {
-                "fused": lambda x, b, r: fused_bias_dropout.compiled(x, b, r, 0.1, True, key),
-                "reference": lambda x, b, r: fused_bias_dropout.reference(x, b, r, 0.1, True, key),
-                "pytorch": own_bda,
-            },
-            3,
-            2,
-        ),
-        gelu("gelu_tanh"),
-        gelu("gelu"),
-        Case(
-            "LayerNorm",
-            [x, weight, bias],
-            {
-                "fused": lambda x, w, b: fused_layer_norm.compiled_layer_norm(x, w, b, 1e-5),
-                "reference": lambda x, w, b: fused_layer_norm.reference_layer_norm(x, w, b, 1e-5),
-                "pytorch": lambda x, w, b: F.layer_norm(x, (width,), w, b),
-            },
-            2,
-            3,
-        ),
-        Case(
-            "RMSNorm",
-            [x, weight],
-            {
-                "fused": lambda x, w: fused_layer_norm.compiled_rms_norm(x, w, None, 1e-5),
-                "reference": lambda x, w: fused_layer_norm.reference_rms_norm(x, w, None, 1e-5),
-                "pytorch": lambda x, w: F.rms_norm(x, (width,), w, 1e-5),
-            },
-            2,
-            3,
-        ),
-        Case(
-            "causal softmax",
-            [scores],
-            {
-                "fused": lambda s: fused_softmax.compiled(s, causal=True),
-                "reference": lambda s: fused_softmax.reference(s, causal=True),
-                "pytorch": lambda s: torch.softmax(s.masked_fill(future, float("-inf")), -1),
-            },
-            2,
-            3,
-        ),
-        Case(
-            "causal softmax + dropout",
-            [scores],
-            {
-                "fused": lambda s: fused_softmax.compiled(s, causal=True, dropout_prob=0.1, mask_key=score_key),
-                "reference": lambda s: fused_softmax.reference(s, causal=True, dropout_prob=0.1, mask_key=score_key),
-                "pytorch": lambda s: F.dropout(torch.softmax(s.masked_fill(future, float("-inf")), -1), 0.1),
-            },
-            3,
-            3,
-        ),
-        Case(
-            "cross entropy",
-            [x],
-            {
-                "fused": lambda x: fused_cross_entropy.compiled(x, target, None),
-                "reference": lambda x: fused_cross_entropy.reference(x, target, None),
-                "pytorch": lambda x: F.cross_entropy(x, target, reduction="none"),
-            },
-            1,
-            2,
-        ),
-    ]
+    plain = {
+        "fused": lambda s: fused_softmax.compiled(s, causal=True),
+        "reference": lambda s: fused_softmax.reference(s, causal=True),
+        "pytorch": own,
+    }
+    dropped = {
+        "fused": lambda s: fused_softmax.compiled(s, causal=True, dropout_prob=0.1, mask_key=key),
+        "reference": lambda s: fused_softmax.reference(s, causal=True, dropout_prob=0.1, mask_key=key),
+        "pytorch": lambda s: F.dropout(own(s), 0.1),
+    }
+    return [Case("causal softmax", [scores], plain, 2, 3), Case("causal softmax + dropout", [scores], dropped, 3, 3)]
 
 
 def measure(case: Case, rounds: int, device: torch.device) -> list[dict[str, Any]]:
