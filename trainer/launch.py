@@ -14,6 +14,8 @@ from fusions.registry import FusionError
 from trainer.errors import UserError
 
 USER_ERROR, FAILURE = 2, 1  # exit codes
+# torchrun ends all ranks as soon as one has left, so the others give local rank 0 time to tell what all of them found.
+_WAIT_SECONDS = 5
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "connection was closed", "Broken pipe")
 
 
@@ -24,6 +26,8 @@ def load_for_job(path: str, overrides: list[str]) -> LoadedConfig:
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(error, file=sys.stderr, flush=True)
+        else:
+            time.sleep(_WAIT_SECONDS)
         raise SystemExit(USER_ERROR) from None
 
 
@@ -40,7 +44,7 @@ def run_job(job: Callable[[], None]) -> int:
         return 0
     except (UserError, ConfigError, FusionError, FloatingPointError) as error:
         if local_rank != "0":
-            time.sleep(3)
+            time.sleep(_WAIT_SECONDS)
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
         code = USER_ERROR
     except SystemExit as error:
