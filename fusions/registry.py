@@ -135,14 +135,13 @@ class FusionPlan:
 
 def resolve(requests: list[Request], strict: bool = False) -> FusionPlan:
     """Decide every request. Raises FusionError if a named backend, or any fusion under `strict`, can't run."""
-    decisions, errors = [], []
-    for request in requests:
-        decision = _decide(request)
-        decisions.append(decision)
-        if decision.fell_back and (strict or isinstance(request.asked, str)):
-            errors.append(_refusal(request, decision, strict))
-    if errors:
-        raise FusionError("\n".join(errors))
+    decisions = [_decide(request) for request in requests]
+    refused: dict[tuple[str, str, str], list[str]] = {}  # (flag, asked, why) -> sites
+    for decision in decisions:
+        if decision.fell_back and (strict or isinstance(decision.asked, str)):
+            refused.setdefault((decision.flag, _word(decision.asked), decision.why), []).append(decision.site)
+    if refused:
+        raise FusionError("\n".join(_refusal(*key, sites) for key, sites in refused.items()))
     return FusionPlan(tuple(decisions), strict)
 
 
@@ -169,13 +168,10 @@ def _decide(request: Request) -> Decision:
     return decision(REFERENCE, passed_over)
 
 
-def _refusal(request: Request, decision: Decision, strict: bool) -> str:
-    rule = "strict_fusions is true" if strict and request.asked is True else f"{_word(request.asked)!r} was required"
-    return (
-        f"transformer.{request.fusion.flag} at {request.site}: {rule} but it can't run here: {decision.why}. "
-        f"Set transformer.{request.fusion.flag}=false"
-        + (", or strict_fusions=false." if strict else ", or true to allow the reference.")
-    )
+def _refusal(flag: str, asked: str, why: str, sites: list[str]) -> str:
+    rule = "strict_fusions is true" if asked == "true" else f"{asked!r} was required"
+    way_out = "or strict_fusions=false" if asked == "true" else "or true to allow the reference"
+    return f"transformer.{flag} at {', '.join(sites)}: {rule} but it can't run here: {why}. Set transformer.{flag}=false, {way_out}."
 
 
 def _word(asked: bool | str) -> str:

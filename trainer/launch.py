@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -43,6 +44,7 @@ def run_job(job: Callable[[], None]) -> int:
         _leave()
         return 0
     except (UserError, ConfigError, FusionError, FloatingPointError) as error:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher must be able to end this rank while it waits
         if local_rank != "0":
             time.sleep(_WAIT_SECONDS)
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)

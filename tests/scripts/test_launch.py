@@ -63,7 +63,7 @@ def test_L07_without_a_launcher_it_is_one_process_and_a_checkpoint_moves_between
     ("overrides", "words"),
     [
         (["model.hiden=8"], "model.hiden: is not a known key"),
-        (["transformer.num_query_groups=3"], "num_query_groups 3"),
+        (["transformer.num_query_groups=3"], "num_attention_heads 8 is not divisible by num_query_groups 3"),
         (["parallel.tensor_parallel_size=4"], "2 processes were started"),
         (["data.train=[nowhere]"], "nowhere.idx is missing"),
         (["transformer.bias_dropout_fusion=apex"], "'apex' was required"),
