@@ -171,7 +171,8 @@ def _decide(request: Request) -> Decision:
 def _refusal(flag: str, asked: str, why: str, sites: list[str]) -> str:
     rule = "strict_fusions is true" if asked == "true" else f"{asked!r} was required"
     way_out = "or strict_fusions=false" if asked == "true" else "or true to allow the reference"
-    return f"transformer.{flag} at {', '.join(sites)}: {rule} but it can't run here: {why}. Set transformer.{flag}=false, {way_out}."
+    where = f"transformer.{flag} at {', '.join(sites)}"
+    return f"{where}: {rule} but it can't run here: {why}. Set transformer.{flag}=false, {way_out}."
 
 
 def _word(asked: bool | str) -> str:
