@@ -157,10 +157,10 @@ def measure(case: Case, rounds: int, device: torch.device) -> list[dict[str, Any
 
 
 def take_turns(calls: dict[str, Call], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each call in each round; two more rounds warm up."""
+    """Seconds of each call in each round, every other round backwards; two more rounds warm up."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 2):
-        for name, call in calls.items():
+        for name, call in calls.items() if number % 2 else reversed(calls.items()):
             synchronise(device)
             begin = time.perf_counter()
             result = call()
