@@ -43,7 +43,7 @@ def run_job(job: Callable[[], None]) -> int:
         job()
         _leave()
         return 0
-    except (UserError, ConfigError, FusionError, FloatingPointError) as error:
+    except (UserError, ConfigError, FusionError, FloatingPointError, OSError) as error:  # OSError: disk full, no permission…
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher must be able to end this rank while it waits
         if local_rank != "0":
             time.sleep(_WAIT_SECONDS)
