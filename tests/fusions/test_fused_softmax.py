@@ -12,21 +12,23 @@ from fusions.random import random_mask_key
 from tests.numerics import compare_with_fp64
 
 BOTH = [sm.reference, sm.compiled]
+WHOLE = {"scale": 0.5, "causal": True, "dropout_prob": 0.3}
+# Each case is a compilation: (dtype, options, with a mask).
+CASES = [
+    *(
+        (torch.float32, options, False)
+        for options in ({}, {"causal": True}, {"causal": True, "window": 4}, {"dropout_prob": 0.3})
+    ),
+    *((torch.float32, options, True) for options in ({}, {"causal": True, "window": 4}, WHOLE)),
+    *(
+        (torch.bfloat16, options, masked)
+        for options, masked in (({}, True), ({"causal": True}, False), (WHOLE, False), (WHOLE, True))
+    ),
+    (torch.float16, WHOLE, True),
+]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"causal": True},
-        {"causal": True, "window": 4},
-        {"scale": 0.5, "causal": True, "dropout_prob": 0.3},
-        {"dropout_prob": 0.3},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize(("dtype", "options", "masked"), CASES, ids=str)
 def test_backends_agree(dtype: torch.dtype, options: dict, masked: bool) -> None:
     scores = 3 * torch.randn(2, 4, 17, 17)
     mask = torch.rand(2, 1, 17, 17) < 0.4 if masked else None
