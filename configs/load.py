@@ -49,6 +49,10 @@ def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
+# What PyYAML raises for bad input: besides its own errors, whatever a tag's constructor meets (!!int abc, &x [*x]).
+_YAML_FAULTS = (yaml.YAMLError, ValueError, KeyError, AttributeError, RecursionError)
+
+
 @dataclass(frozen=True)
 class LoadedConfig:
     """A configuration and the source of each of its values (`default`, `file:line`, `command line`)."""
@@ -91,16 +95,14 @@ def _read_yaml(path: Path, sources: dict[str, str], problems: list[Problem]) -> 
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([Problem(str(path), f"can't be read: {error}")]) from None
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None or not isinstance(node, yaml.MappingNode):
             raise ConfigError([Problem(str(path), "is not a mapping of sections (run:, model:, transformer:, …)")])
         return _plain(loader, node, (), path, sources, problems)
-    except yaml.YAMLError as error:
-        raise ConfigError([Problem(str(path), f"is not valid YAML: {error}")]) from None
-    finally:
-        loader.dispose()
+    except _YAML_FAULTS as error:
+        raise ConfigError([Problem(str(path), f"is not valid YAML: {type(error).__name__}: {error}")]) from None
 
 
 def _plain(
@@ -138,18 +140,17 @@ def _apply_override(tree: dict[str, Any], override: str, sources: dict[str, str]
     if not equals or not all(parts):
         problems.append(Problem(override, "is not of the form section.key=value", "command line"))
         return
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         value = None if node is None else _scalar(loader, node, key, "command line", problems)
-    except yaml.YAMLError as error:
+    except _YAML_FAULTS as error:
         problems.append(Problem(key, f"value {text!r} is not valid YAML: {error}", "command line"))
         return
-    finally:
-        loader.dispose()
     branch = tree
     for part in parts[:-1]:
-        branch = branch.setdefault(part, {})
+        branch[part] = {} if branch.get(part) is None else branch[part]
+        branch = branch[part]
         if not isinstance(branch, dict):
             problems.append(Problem(key, f"{part!r} is a value, not a section", "command line"))
             return
@@ -185,7 +186,9 @@ def _explain(item: Any, sources: dict[str, str]) -> Problem:
     annotation = _annotation(path)
     expected = _describe(annotation) if annotation is not None else item["msg"]
     constraint = "" if "type" in item["type"] or "literal" in item["type"] else f" ({item['msg']})"
-    return Problem(key, f"got {item['input']!r}, expected {expected}{constraint}{_yaml_hint(item['input'])}", source)
+    return Problem(
+        key, f"got {item['input']!r}, expected {expected}{constraint}{_yaml_hint(item['input'], expected)}", source
+    )
 
 
 def _nearest(path: list[str]) -> str:
@@ -206,8 +209,12 @@ def _all_keys(model: Any, at: tuple[str, ...] = ()) -> list[str]:
     return keys
 
 
-def _yaml_hint(value: Any) -> str:
-    if isinstance(value, str) and value.lower() in ("on", "off", "yes", "no", "true", "false"):
+def _yaml_hint(value: Any, expected: str) -> str:
+    if (
+        "true | false" in expected
+        and isinstance(value, str)
+        and value.lower() in ("on", "off", "yes", "no", "true", "false")
+    ):
         return "; write true or false, without quotes"
     if isinstance(value, str) and value.lower() == "none":
         return "; write null"

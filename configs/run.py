@@ -23,7 +23,7 @@ from configs.transformer import TransformerConfig
 class RunSection(Section):
     """What the run is called, where it writes, what it runs on."""
 
-    name: str = Field(description="Name of the run; everything it writes is under runs/<name>/.", pattern=r"^[\w.\-]+$")
+    name: str = Field(description="Name of the run; everything it writes is under runs/<name>/.", pattern=r"^\w[\w.\-]*$")
     directory: str | None = Field(None, description="Folder of the run instead of runs/<name>.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu.")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fusions.column_sum import block_sums, row_block
 from fusions.jit import jit_fuser
@@ -52,6 +53,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
         return _forward(x, bias, residual, counters, first, second, threshold, 1.0 / (1.0 - prob))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first, second = ctx.saved_tensors
         x_shape, bias_shape, residual_shape = ctx.shapes
@@ -82,6 +84,7 @@ class _BiasAdd(torch.autograd.Function):
         return _forward_no_dropout(x, bias, residual)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return tuple(
             grad.sum_to_size(shape) if shape is not None and needed else None
@@ -175,7 +178,10 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 def _may_overwrite(x: Tensor, bias: Tensor | None, residual: Tensor, training: bool) -> bool:
     tensors = (x, residual) if bias is None else (x, residual, bias)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return not (training or needs_grad or x.dtype != residual.dtype or x.shape != residual.shape)
+    storage = x.untyped_storage().data_ptr()
+    shared = any(t.untyped_storage().data_ptr() == storage for t in tensors[1:])
+    same = x.dtype == residual.dtype and x.shape == residual.shape and x.is_contiguous()
+    return same and not (training or needs_grad or shared)
 
 
 def _add_into(x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

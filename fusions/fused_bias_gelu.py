@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fusions.column_sum import block_sums, row_block, total
 from fusions.jit import jit_fuser
@@ -55,6 +56,7 @@ class _BiasActivation(torch.autograd.Function):
         return _forward(x, bias, activation)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         if bias is not None and bias.dim() == 1:
@@ -67,7 +69,8 @@ class _BiasActivation(torch.autograd.Function):
 @jit_fuser
 def _forward(x: Tensor, bias: Any, activation: str) -> Tensor:
     u = _wide(x, bias)
-    return (u * _gate_and_slope(u, activation)[0]).to(x.dtype)
+    out_dtype = x.dtype if bias is None else torch.promote_types(x.dtype, bias.dtype)
+    return (u * _gate_and_slope(u, activation)[0]).to(out_dtype)
 
 
 @jit_fuser

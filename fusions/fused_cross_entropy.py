@@ -4,7 +4,8 @@
 
 Shapes: logits [..., v/t] (this rank's columns), target int64 [...] with ids of the whole vocabulary; loss fp32 [...].
 Columns at or beyond `vocab_size` are padding: they are in no sum and their gradient is 0. Statistics are fp32 at least,
-the gradient has the logits' dtype, the logits are never written. Smoothing is torch's, over the true vocabulary.
+the gradient has the logits' dtype, the logits are never written. A target
+outside the vocabulary gives nan. Smoothing is torch's, over the true vocabulary.
 Collectives: reference one MAX and one SUM per quantity (two; three with smoothing); fused one MAX and one packed SUM.
 Saved for the backward, per logit: compile the logits themselves (their own bytes); the reference keeps fp32 exponentials.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fusions.jit import jit_fuser
 
@@ -49,6 +51,7 @@ def reference(
         loss = loss - (label_smoothing / _vocabulary(logits, tp_group, vocab_size)) * total
     if z_loss > 0:
         loss = loss + z_loss * log_z.square()
+    loss = torch.where(_impossible(target, ignore_index, _vocabulary(logits, tp_group, vocab_size)), torch.nan, loss)
     return torch.where(target == ignore_index, 0.0, loss)
 
 
@@ -67,7 +70,8 @@ def compiled(
     columns = _true_columns(logits.shape[-1], start, vocab_size)
     smoothing_per_column = label_smoothing / _vocabulary(logits, tp_group, vocab_size)
     options = (start, columns, ignore_index, label_smoothing, smoothing_per_column, z_loss)
-    return _CrossEntropy.apply(logits, target, tp_group, options)
+    loss = _CrossEntropy.apply(logits, target, tp_group, options)
+    return torch.where(_impossible(target, ignore_index, _vocabulary(logits, tp_group, vocab_size)), torch.nan, loss)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -107,6 +111,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.where(counted, loss, 0.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, local, peak, exponentials, counted = ctx.saved_tensors
         _, columns, _, smoothing, per_column, z_loss = ctx.options
@@ -162,6 +167,11 @@ def _all_reduce(x: Tensor, op: Any, group: dist.ProcessGroup | None) -> Tensor:
     x = x.contiguous().clone()
     dist.all_reduce(x, op, group=group)
     return x
+
+
+def _impossible(target: Tensor, ignore_index: int, vocabulary: int) -> Tensor:
+    """Targets that no column stands for. Their loss is nan: an error would have to be read from the device."""
+    return ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
 
 
 def _first_column(logits: Tensor, group: dist.ProcessGroup | None) -> int:

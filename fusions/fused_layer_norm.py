@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fusions.column_sum import block_sums, row_block, total
 from fusions.jit import jit_fuser
@@ -56,6 +57,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         if x.device.type == "cpu":
@@ -78,6 +80,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         dx, dweight = _rms_norm_backward(grad, x, weight, rstd, row_block(x))

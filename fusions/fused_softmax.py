@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from fusions.jit import jit_fuser
 from fusions.random import MaskKey, column_counters, drop_threshold, dropout, keep_mask_expression, random_mask_key
@@ -42,7 +43,7 @@ def reference(
         probs = torch.softmax(x, -1)
     else:  # The lowest finite number, not -inf: a row with every key masked stays finite and is then set to 0.
         probs = torch.softmax(x.masked_fill(hidden, torch.finfo(x.dtype).min), -1)
-        if attention_mask is not None:
+        if attention_mask is not None or x.shape[-2] > x.shape[-1]:  # only then can a row have every key masked
             probs = probs.masked_fill(hidden, 0.0)
     probs = probs.to(scores.dtype)
     if dropout_prob > 0:
@@ -69,8 +70,9 @@ def compiled(
 @functools.lru_cache(maxsize=16)
 def causal_mask(sq: int, sk: int, window: int | None, device: torch.device) -> Tensor:
     """Boolean [sq, sk], True = masked out: keys after the query, and keys more than `window` - 1 before it."""
-    distance = torch.arange(sk - sq, sk, device=device)[:, None] - torch.arange(sk, device=device)
-    return distance < 0 if window is None else (distance < 0) | (distance >= window)
+    with torch.inference_mode(False):  # the cache outlives the mode of its first caller
+        distance = torch.arange(sk - sq, sk, device=device)[:, None] - torch.arange(sk, device=device)
+        return distance < 0 if window is None else (distance < 0) | (distance >= window)
 
 
 DropRule = tuple[Tensor, Tensor, Tensor, Tensor, float]  # counters, first and second row keys, threshold, 1 / (1 - prob)
@@ -101,6 +103,7 @@ class _Softmax(torch.autograd.Function):
         return probs if dropped is None else dropped
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         kernel = _backward_half if ctx.half else _backward
         return kernel(grad, *ctx.saved_tensors, ctx.drop, ctx.rule), None, None, None
@@ -108,7 +111,9 @@ class _Softmax(torch.autograd.Function):
 
 @jit_fuser
 def _forward(scores: Tensor, mask: Any, drop: DropRule | None, rule: MaskRule) -> tuple[Tensor, Tensor | None]:
-    weights, share, _ = _weights_and_share(_masked(scores, mask, rule), mask)
+    weights, share, _ = _weights_and_share(
+        _masked(scores, mask, rule), mask is not None or scores.shape[-2] > scores.shape[-1]
+    )
     probs = weights * share
     return probs, None if drop is None else _drop(probs, drop)
 
@@ -120,7 +125,9 @@ def _backward(grad: Tensor, probs: Tensor, drop: DropRule | None, rule: MaskRule
 
 @jit_fuser
 def _forward_half(scores: Tensor, mask: Any, drop: DropRule | None, rule: MaskRule) -> tuple[Tensor, Tensor, Tensor]:
-    weights, share, peak = _weights_and_share(_masked(scores, mask, rule), mask)
+    weights, share, peak = _weights_and_share(
+        _masked(scores, mask, rule), mask is not None or scores.shape[-2] > scores.shape[-1]
+    )
     probs = (weights * share).to(scores.dtype)
     return probs if drop is None else _drop(probs, drop), peak, share
 
@@ -147,14 +154,14 @@ def _masked(scores: Tensor, mask: Any, rule: MaskRule) -> Tensor:
     return x if hidden is None else torch.where(hidden, float("-inf"), x)
 
 
-def _weights_and_share(x: Tensor, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _weights_and_share(x: Tensor, may_be_empty: bool) -> tuple[Tensor, Tensor, Tensor]:
     """exp(x - peak), 1 / its row's sum (1 for a row with every key masked), and the peak."""
     peak = x.amax(-1, keepdim=True)
-    if mask is not None:
+    if may_be_empty:
         peak = torch.where(peak == float("-inf"), 0.0, peak)
     weights = torch.exp(x - peak)
     total = weights.sum(-1, keepdim=True)
-    if mask is not None:
+    if may_be_empty:
         total = torch.where(total == 0, 1.0, total)
     return weights, 1.0 / total, peak
 
@@ -228,4 +235,6 @@ class FusedScaleMaskSoftmax(nn.Module):
         if causal and mask is None:
             assert sq == sk, "causal mask is only for self attention"
         window = None if self.window_size is None or self.window_size[0] < 0 else self.window_size[0] + 1
+        if window is not None and not self.causal and self.window_size is not None and self.window_size[1] != 0:
+            raise ValueError(f"window_size {self.window_size}: keys after the query are only supported as 0")
         return {"scale": self.scale if self.scale is not None else 1.0, "causal": causal, "window": window}

@@ -123,13 +123,15 @@ def keep_mask_expression(counters: Tensor, first: Tensor, second: Tensor, thresh
 @functools.lru_cache(maxsize=32)
 def drop_threshold(prob: float, device: torch.device) -> Tensor:
     """int32 scalar: elements below it are dropped."""
-    return torch.tensor(_threshold(prob), dtype=torch.int32, device=device)
+    with torch.inference_mode(False):
+        return torch.tensor(_threshold(prob), dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(maxsize=32)
 def column_counters(columns: int, device: torch.device) -> Tensor:
     """int32 [columns]: what each column contributes to the hash of its element."""
-    return torch.arange(columns, dtype=torch.int32, device=device) * _A
+    with torch.inference_mode(False):  # the cache outlives the mode of its first caller
+        return torch.arange(columns, dtype=torch.int32, device=device) * _A
 
 
 def dropout(x: Tensor, prob: float, key: MaskKey) -> Tensor:

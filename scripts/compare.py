@@ -32,7 +32,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         config = load_config(arguments.config, arguments.overrides).config
-        nproc = arguments.nproc or config.parallel.tensor_parallel_size
+        nproc = config.parallel.tensor_parallel_size if arguments.nproc is None else arguments.nproc
         plan = ComparisonPlan(
             arguments.config,
             arguments.overrides,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from configs.load import load_config, write_schema
@@ -33,7 +34,11 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if arguments.write_schema:
-        write_schema(arguments.write_schema)
+        try:
+            write_schema(arguments.write_schema)
+        except OSError as error:
+            print(error, file=sys.stderr)
+            return 2
         return 0
     if not arguments.config:
         parser.error("a CONFIG is needed")
@@ -60,6 +65,9 @@ def main() -> int:
     rows = [(name, f"{gib:.3f}") for name, gib in size["memory_gib_per_process"].items()]
     log.table("Memory of one process", ("what", "GiB"), rows)
     show_plan(log, plan)
+    for source in (*loaded.config.data.sources("train"), *loaded.config.data.sources("valid")):
+        if not Path(f"{source.prefix}.idx").is_file():
+            log.line(f"note: {source.prefix}.idx is not here; the job needs it")
     return 0
 
 

@@ -19,6 +19,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", help="tokenizer.json; data.tokenizer of the run when not given")
     arguments = parser.parse_args()
+    if arguments.temperature < 0 or arguments.top_k < 0 or arguments.max_new_tokens < 0:
+        parser.error("--temperature, --top-k and --max-new-tokens must be 0 or more")
     import torch
 
     from trainer.data.tokenizer import load_tokenizer

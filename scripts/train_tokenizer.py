@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from itertools import chain
+from pathlib import Path
 
 from trainer.data.tokenizer import read_jsonl, train_tokenizer
 from trainer.errors import DataError
@@ -19,6 +20,7 @@ def main() -> int:
     parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     try:
+        Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
         texts = chain.from_iterable(read_jsonl(path, arguments.json_key) for path in arguments.input)
         tokenizer = train_tokenizer(texts, arguments.vocab_size)
         tokenizer.save(arguments.output)

@@ -109,6 +109,16 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     return path
 
 
+def refuse_to_mix(config: RunConfig, done: int) -> None:
+    """Raise CheckpointError where the run's folder holds checkpoints beyond the iteration this job starts from."""
+    later = [p.name for p in complete_checkpoints(Path(config.run.path, "checkpoints")) if int(p.name[5:]) > done]
+    if later and (config.checkpoint.save_last or config.checkpoint.save_interval):
+        raise CheckpointError(
+            f"{config.run.path}/checkpoints holds {', '.join(later)}, but this job starts after iteration {done} and would write "
+            "among them; choose another run.name, or move them away"
+        )
+
+
 def read_state(path: Path) -> dict[str, Any]:
     """The JSON part of a checkpoint."""
     return json.loads((path / STATE).read_text())

@@ -15,7 +15,7 @@ from fusions.machine import probe
 from models.fusion_sites import fusion_plan
 from models.gpt import GPTModel
 from models.tensor_parallel.params import TensorParallel
-from trainer.checkpoint import complete_checkpoints, load_tensors, read_state
+from trainer.checkpoint import complete_checkpoints, incompleteness, load_tensors, read_state
 from trainer.data.tokenizer import END_OF_DOCUMENT
 from trainer.errors import CheckpointError
 from trainer.setup import build_model
@@ -29,6 +29,8 @@ def load_model(run: str | Path, device: torch.device) -> tuple[GPTModel, RunConf
         if not found:
             raise CheckpointError(f"{path} is neither a checkpoint nor a run folder with a complete one in checkpoints/")
         path = found[-1]
+    if problem := incompleteness(path):
+        raise CheckpointError(problem)
     state = read_state(path)
     config = _single_process(state["config"])
     plan = fusion_plan(config, probe(device.type))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from configs.run import RunConfig
 from fusions.random import DropoutKeys, site_words
 from models.gpt import GPTModel
-from trainer.checkpoint import compare_configs, find_checkpoint, load_tensors, read_state, save_checkpoint
+from trainer.checkpoint import compare_configs, find_checkpoint, load_tensors, read_state, refuse_to_mix, save_checkpoint
 from trainer.data.gpt_dataset import Batch, GPTDataset, ValidationSet
 from trainer.data.sampler import training_batches, validation_batches
 from trainer.errors import CheckpointError
@@ -24,7 +24,7 @@ from trainer.lr_schedule import learning_rate
 from trainer.meshes import any_rank, world_size
 from trainer.metrics import Metrics, StepResult, plot_losses
 from trainer.optimizer import Optimizer
-from trainer.setup import Job, describe
+from trainer.setup import Job, describe, write_description
 
 
 def train_step(model: GPTModel, optimizer: Optimizer, batches: list[Batch], config: RunConfig, iteration: int) -> StepResult:
@@ -89,6 +89,8 @@ def train(job: Job) -> float | None:
     """Run the job to its end, or to a SIGTERM. Returns the last validation loss, None where there is none."""
     config, log = job.config, job.log
     describe(job)
+    done = _resume(job)
+    write_description(job)
     cache = config.data.cache_directory or str(Path(config.run.path, "cache"))
     dataset = GPTDataset(
         config.data.sources("train"), config.data.seq_length, config.model.vocab_size, config.training.seed, cache
@@ -98,29 +100,30 @@ def train(job: Job) -> float | None:
     valid = None
     if config.data.valid and config.training.eval_iters:
         valid = ValidationSet(config.data.sources("valid"), config.data.seq_length, config.model.vocab_size)
-    done = _resume(job)
+        for number in range(min(len(valid), config.training.eval_iters * config.training.global_batch_size)):
+            _ = valid[number]  # an id beyond the vocabulary must not end a run at its first validation
     stop = _Stop(config.checkpoint.save_on_signal)
     metrics = Metrics(config, job.device, job.counters, log, world_size(), job.gemm_rate)
-    validation_loss, saved = None, done
+    validation_loss = None
     metrics.resume()
     for iteration in range(done + 1, config.training.train_iters + 1):
         batches = training_batches(dataset, config, iteration)
         metrics.record(iteration, train_step(job.model, job.optimizer, batches, config, iteration))
         last, stopping = iteration == config.training.train_iters, stop.now()
         metrics.pause()
+        if stopping or _due(iteration, config.checkpoint.save_interval) or (last and config.checkpoint.save_last):
+            metrics.flush()
+            folder = save_checkpoint(job.loaded, job.model, job.optimizer, iteration, job.plan.as_dict())
+            log.line(f"iteration {iteration:>6}  checkpoint {folder}")
         if valid is not None and not stopping and (last or _due(iteration, config.training.eval_interval)):
             validation_loss = evaluate(job.model, valid, config)
             metrics.validation(iteration, validation_loss)
-        if stopping or _due(iteration, config.checkpoint.save_interval) or (last and config.checkpoint.save_last):
-            folder = save_checkpoint(job.loaded, job.model, job.optimizer, iteration, job.plan.as_dict())
-            saved = iteration
-            log.line(f"iteration {iteration:>6}  checkpoint {folder}")
+        metrics.resume()
         if stopping and not last:
             log.line(f"SIGTERM: stopped after iteration {iteration}; start the same command again to go on")
             break
-        metrics.resume()
     metrics.close()
-    _finish(job, metrics, saved)
+    _finish(job, metrics)
     return validation_loss
 
 
@@ -132,6 +135,8 @@ def _resume(job: Job) -> int:
     """Load the checkpoint the configuration names; the iterations done before."""
     config, log = job.config, job.log
     path = find_checkpoint(config)
+    done = int(read_state(path)["iteration"]) if path else 0
+    refuse_to_mix(config, done)
     if path is None:
         return 0
     state = read_state(path)
@@ -139,14 +144,13 @@ def _resume(job: Job) -> int:
     for line in changed:
         log.line(f"resume: {line}")
     load_tensors(path, job.model, job.optimizer)
-    done = int(state["iteration"])
     log.line(f"resumed from {path}: {done} iterations done")
     if done > config.training.train_iters:
         raise CheckpointError(f"{path} has {done} iterations, more than training.train_iters {config.training.train_iters}")
     return done
 
 
-def _finish(job: Job, metrics: Metrics, saved: int) -> None:
+def _finish(job: Job, metrics: Metrics) -> None:
     """The summary: speed, what each fusion site really ran, the picture."""
     log = job.log
     rows = [

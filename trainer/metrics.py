@@ -68,6 +68,13 @@ class Metrics:
         if self._first or last or iteration % self.config.logging.log_interval == 0:
             self._write()
 
+    def flush(self) -> None:
+        """Write what is pending: a checkpoint must not be ahead of the metrics. The clock must be stopped."""
+        if self._pending:
+            self._start = time.perf_counter() - self._spent
+            self._write()
+            self._spent = 0.0
+
     def _write(self) -> None:
         values = torch.stack([torch.stack([r.loss, r.grad_norm, r.skipped]) for _, r in self._pending]).tolist()
         synchronise(self.device)
@@ -96,8 +103,8 @@ class Metrics:
         self._start = time.perf_counter()
         if self._nonfinite_in_a_row >= self.config.training.max_nonfinite_iters:
             raise FloatingPointError(
-                f"the gradient was not finite in {self._nonfinite_in_a_row} iterations in a row (each was skipped, weights are "
-                "unchanged); lower optimizer.learning_rate, or raise training.max_nonfinite_iters"
+                f"the gradient was not finite, or no token counted, in {self._nonfinite_in_a_row} iterations in a row (each "
+                "was skipped, weights are unchanged); look at the data, lower optimizer.learning_rate, or raise training.max_nonfinite_iters"
             )
 
     def _speed(self, seconds: float) -> dict[str, float]:
@@ -151,7 +158,11 @@ class Metrics:
 
 def _open(path: Path) -> Any:
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("a", encoding="utf-8")
+    torn = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    file = path.open("a", encoding="utf-8")
+    if torn:  # a run killed while it wrote
+        file.write("\n")
+    return file
 
 
 def start_wandb(config: RunConfig, log: Log) -> Any:
@@ -177,7 +188,10 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl. Where an iteration was done again after a resume, the later row counts."""
     rows: dict[tuple[int, bool], dict[str, Any]] = {}
     for line in Path(path).read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # a line torn by a kill; its iteration was done again
+            continue
         rows[row["iteration"], "validation_loss" in row] = row
     return [rows[key] for key in sorted(rows)]
 

@@ -79,7 +79,7 @@ def build_model(config: RunConfig, plan: FusionPlan, tp: TensorParallel, device:
 
 
 def describe(job: Job) -> None:
-    """Print what was built and write config.yaml and fusions.json into the run's folder."""
+    """Print what was built, the fusion report included."""
     config, log = job.config, job.log
     parameters = sum(p.numel() for p in job.model.parameters())
     log.line(
@@ -89,8 +89,12 @@ def describe(job: Job) -> None:
     )
     log.line(job.optimizer.describe())
     show_plan(log, job.plan)
-    if not log.silent:
-        folder = Path(config.run.path)
+
+
+def write_description(job: Job) -> None:
+    """Write config.yaml and fusions.json into the run's folder; not before a resume has been found possible."""
+    if not job.log.silent:
+        folder = Path(job.config.run.path)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(job.loaded.resolved_yaml())
         (folder / "fusions.json").write_text(json.dumps(job.plan.as_dict(), indent=1))

@@ -224,3 +224,30 @@ def test_explain_refuses_with_code_2(base: Path) -> None:
         [sys.executable, "scripts/explain.py", str(base), "model.hiden=8"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 2 and "did you mean" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "foo: &x [*x]",
+        "a: !!int abc",
+        "a: !!bool abc",
+        "a: !!timestamp abc",
+        "a: \x07",
+        "a: [",
+        "- 1",
+        "",
+        "a: " + "9" * 5000,
+    ],
+)
+def test_what_yaml_cannot_read_is_one_problem(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    refuse(path)
+
+
+@pytest.mark.parametrize(
+    "override", ["training.train_iters=\x07", "training.train_iters=!!int abc", "a.b.c.d=1", "=", "x", "transformer=3"]
+)
+def test_what_an_override_cannot_say_is_one_problem(base: Path, override: str) -> None:
+    refuse(base, override)

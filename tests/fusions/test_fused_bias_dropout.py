@@ -85,3 +85,12 @@ def test_K04_a_new_shape_costs_at_most_one_more_graph() -> None:
         bda.compiled(x, torch.randn(32), torch.randn(rows, 2, 32), 0.1, True)
     assert counters["stats"]["unique_graphs"] <= 2
     assert not counters["graph_break"]
+
+
+def test_in_place_never_touches_a_tensor_that_is_also_an_argument() -> None:
+    z, b = torch.ones(2, 1, 3), torch.ones(3)
+    assert torch.equal(bda.bias_dropout_add_unfused(False)((z, b), z, 0.0), torch.full((2, 1, 3), 3.0))
+    expanded = torch.ones(1, 1, 3).expand(2, 1, 3)
+    assert torch.equal(
+        bda.bias_dropout_add_unfused(False)((expanded, b), torch.ones(2, 1, 3), 0.0), torch.full((2, 1, 3), 3.0)
+    )

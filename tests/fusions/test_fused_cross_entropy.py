@@ -160,3 +160,9 @@ def test_ranks_agree_with_the_whole_and_collectives_are_counted(size: int) -> No
             assert out[name, "N16"] == [-0.75, 0.25, 0.25, 0.25][rank * 4 // size : (rank + 1) * 4 // size]
             assert out[name, "T10"] == pytest.approx(math.log(7), abs=1e-6)
             assert out[name, "padding only"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.parametrize("function", BOTH)
+def test_a_target_outside_the_vocabulary_gives_nan(function) -> None:
+    loss = function(torch.randn(4, 8), torch.tensor([5, 6, -1, -100]), None, vocab_size=6)
+    assert torch.isfinite(loss[[0, 3]]).all() and torch.isnan(loss[[1, 2]]).all()

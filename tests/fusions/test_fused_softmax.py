@@ -122,3 +122,32 @@ def test_the_modules_assertions() -> None:
         module(torch.randn(1, 1, 4, 8), None)
     with pytest.raises(AssertionError):
         module(torch.randn(4, 8), None)
+
+
+@pytest.mark.parametrize("function", BOTH)
+def test_more_queries_than_keys_the_first_see_nothing(function) -> None:
+    scores = torch.randn(1, 1, 4, 2, requires_grad=True)
+    probs = function(scores, causal=True)
+    probs.square().sum().backward()
+    assert torch.equal(probs[0, 0, :2], torch.zeros(2, 2)) and torch.isfinite(scores.grad).all()
+    assert torch.equal(probs[0, 0, 2], torch.tensor([1.0, 0.0]))
+
+
+def test_a_first_call_in_inference_mode_poisons_no_cache() -> None:
+    sm.causal_mask.cache_clear()
+    with torch.inference_mode():
+        sm.reference(torch.zeros(1, 1, 5, 5), causal=True)
+    sm.reference(torch.zeros(1, 1, 5, 5, requires_grad=True), causal=True).sum().backward()
+
+
+def test_a_second_derivative_is_an_error_not_a_wrong_number() -> None:
+    scores = torch.randn(1, 1, 4, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(sm.compiled(scores).square().sum(), scores, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice|once_differentiable|does not require grad"):
+        grad.square().sum().backward()
+
+
+def test_a_window_after_the_query_is_refused() -> None:
+    module = sm.FusedScaleMaskSoftmax(False, True, "padding", True, None, True, None, window_size=(1, 1))
+    with pytest.raises(ValueError, match="keys after the query"):
+        module(torch.randn(1, 1, 4, 4), None)

@@ -69,6 +69,8 @@ def test_a_faster_arm_with_other_losses_is_marked() -> None:
     )
     assert good["loss_safe"] and good["verdict"] == "faster" and good["break_even_iterations"] == pytest.approx(50, rel=0.1)
     assert not bad["loss_safe"] and "NOT LOSS-SAFE" in bad["sentence"]
+    (nan,) = compare_arms([base, arm("c", True, "compile", 0.9, [5.0, float("nan")], 10)])
+    assert not nan["loss_safe"] and "NOT LOSS-SAFE" in nan["sentence"]
     (same,) = compare_arms([base, arm("off again", False, "reference", 1.0, [5.0, 4.0], 0)])
     assert same["identical_arms"] and same["sentence"].startswith("A/A")
 
@@ -81,6 +83,7 @@ def test_arms_that_cannot_be_compared_are_named(tiny: Path) -> None:
     for arms, words in (
         ([Arm("a"), Arm("b", ["transformer.hidden_size=128"])], "arm b: differs from a in more than fusion flags"),
         ([Arm("a"), Arm("b", ["transformer.hiden=1"])], "arm b: transformer.hiden"),
+        ([Arm("a"), Arm("transformer.persist_layer_norm=true")], "an arm starts with its name"),
         ([Arm("a")], "two or more"),
         ([Arm("a"), Arm("a")], "two or more different names"),
     ):

@@ -12,7 +12,7 @@ from configs.load import load_config
 from tests.conftest import write_tokens
 from trainer.checkpoint import complete_checkpoints, incompleteness, load_tensors, tensors_of
 from trainer.data.gpt_dataset import ValidationSet, make_batch
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, DataError
 from trainer.log import Log
 from trainer.loop import evaluate, train, train_step
 from trainer.lr_schedule import learning_rate
@@ -284,3 +284,45 @@ def test_what_a_run_leaves_behind(tiny: Path, capsys: pytest.CaptureFixture) -> 
     assert any(d["runs"] == "compile" for d in plan["decisions"])
     out = capsys.readouterr().out
     assert "bias_dropout_fusion" in out and "validation loss" in out and "FAULT" not in out
+
+
+def test_an_id_beyond_the_vocabulary_in_the_validation_data_is_found_before_training(tiny: Path) -> None:
+    write_tokens(tiny / "bad", [[1] * 40 + [400] * 40])
+    with pytest.raises(DataError, match="bad.bin has token id 400"):
+        train(job(tiny, f"data.valid=[{tiny}/bad]"))
+    assert not (tiny / "run" / "metrics.jsonl").exists()
+
+
+def test_a_fresh_start_among_later_checkpoints_is_refused(tiny: Path) -> None:
+    train(job(tiny, "training.train_iters=3"))
+    with pytest.raises(CheckpointError, match="iter_0000003, but this job starts after iteration 0"):
+        train(job(tiny, "training.train_iters=2", "checkpoint.load=null"))
+
+
+def test_a_refused_resume_leaves_the_description_of_the_run(tiny: Path) -> None:
+    train(job(tiny, "training.train_iters=1"))
+    before = (tiny / "run" / "config.yaml").read_text()
+    with pytest.raises(CheckpointError):
+        train(job(tiny, "training.train_iters=2", "transformer.num_layers=2"))
+    assert (tiny / "run" / "config.yaml").read_text() == before
+
+
+def test_metrics_are_never_behind_a_checkpoint_and_a_torn_line_is_stepped_over(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trainer.loop as loop
+
+    original = loop.save_checkpoint
+
+    def killed(*args):
+        original(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "save_checkpoint", killed)
+    options = ("training.train_iters=8", "checkpoint.save_interval=4", "logging.log_interval=10")
+    with pytest.raises(KeyboardInterrupt):
+        train(job(tiny, *options))
+    monkeypatch.undo()
+    with open(tiny / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"iteration": 5, "lo')
+    assert list(run(tiny, *options)) == [1, 2, 3, 4, 5, 6, 7, 8]

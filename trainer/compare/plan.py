@@ -37,9 +37,7 @@ class ComparisonPlan:
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError, naming the arm, for any arm that can't be loaded or can't share a worker group."""
-        problems: list[Problem] = []
-        if len(self.arms) < 2 or len({arm.name for arm in self.arms}) < len(self.arms):
-            problems.append(Problem("--arm", f"{[a.name for a in self.arms]}: expected two or more different names"))
+        problems = self._usage_problems()
         shapes = {}
         for arm in self.arms:
             try:
@@ -60,10 +58,23 @@ class ComparisonPlan:
                     f"differ only in {', '.join(f'transformer.{flag}' for flag in FUSION_FLAGS)}",
                 )
             )
-        if self.rounds < 3:
-            problems.append(Problem("--rounds", f"{self.rounds}; an interval needs 3 or more"))
         if problems:
             raise ConfigError(problems)
+
+    def _usage_problems(self) -> list[Problem]:
+        found = []
+        if len(self.arms) < 2 or len({arm.name for arm in self.arms}) < len(self.arms):
+            found.append(Problem("--arm", f"{[a.name for a in self.arms]}: expected two or more different names"))
+        for arm in self.arms:
+            if "=" in arm.name:
+                found.append(
+                    Problem("--arm", f"{arm.name!r} is an override; an arm starts with its name: --arm NAME {arm.name}")
+                )
+        if self.steps_per_block < 1:
+            found.append(Problem("--steps", f"{self.steps_per_block}; expected 1 or more"))
+        if self.rounds < 3:
+            found.append(Problem("--rounds", f"{self.rounds}; an interval needs 3 or more"))
+        return found
 
     def write(self, path: Path) -> None:
         """As JSON, for the worker processes."""

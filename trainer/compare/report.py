@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def compare_arms(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _compare(base: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
     result = paired_ratio(base["block_seconds_per_step"], arm["block_seconds_per_step"])
     pairs = list(zip(base["losses"], arm["losses"], strict=True))[:LOSS_ITERATIONS]
-    drift = max(abs(a - b) / abs(b) for b, a in pairs)
+    drift = max(abs(a - b) / abs(b) if math.isfinite(a) and math.isfinite(b) else math.inf for b, a in pairs)
     tolerance = LOSS_TOLERANCE[base["config"]["training"]["precision"]]
     saved = statistics.median(base["block_seconds_per_step"]) - statistics.median(arm["block_seconds_per_step"])
     extra = arm["first_step_seconds"] - base["first_step_seconds"]

@@ -22,6 +22,11 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of exactly or fewer than `vocab_size` tokens; id 0 is the end of a document."""
+    smallest = len(ByteLevel.alphabet()) + 1
+    if vocab_size < smallest:
+        raise DataError(
+            f"vocabulary of {vocab_size}; a byte-level one has at least {smallest}: every byte and {END_OF_DOCUMENT}"
+        )
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -56,14 +61,20 @@ class PreprocessReport:
 
 def read_jsonl(path: str | Path, key: str) -> Iterator[str]:
     """The texts of a JSONL file, one object per line. Raises DataError naming the line."""
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}:{number} is not UTF-8: {error}") from None
             if not line.strip():
                 continue
             try:
                 text = json.loads(line)[key]
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise DataError(f"{path}:{number} is not a JSON object with the key {key!r}: {error!r}") from None
+            if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+                raise DataError(f"{path}:{number}: the text holds half of a surrogate pair, which is not a character")
             if not isinstance(text, str):
                 raise DataError(f"{path}:{number}: {key!r} is {type(text).__name__}, expected text")
             yield text
