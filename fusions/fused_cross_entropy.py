@@ -4,8 +4,8 @@
 
 Shapes: logits [..., v/t] (this rank's columns), target int64 [...] with ids of the whole vocabulary; loss fp32 [...].
 Columns at or beyond `vocab_size` are padding: they are in no sum and their gradient is 0. Statistics are fp32 at least,
-the gradient has the logits' dtype, the logits are never written. A target
-outside the vocabulary gives nan. Smoothing is torch's, over the true vocabulary.
+the gradient has the logits' dtype, the logits are never written. A target outside
+the vocabulary gives nan. Smoothing is torch's, over the true vocabulary.
 Collectives: reference one MAX and one SUM per quantity (two; three with smoothing); fused one MAX and one packed SUM.
 Saved for the backward, per logit: compile the logits themselves (their own bytes); the reference keeps fp32 exponentials.
 """

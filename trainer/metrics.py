@@ -103,8 +103,9 @@ class Metrics:
         self._start = time.perf_counter()
         if self._nonfinite_in_a_row >= self.config.training.max_nonfinite_iters:
             raise FloatingPointError(
-                f"the gradient was not finite, or no token counted, in {self._nonfinite_in_a_row} iterations in a row (each "
-                "was skipped, weights are unchanged); look at the data, lower optimizer.learning_rate, or raise training.max_nonfinite_iters"
+                f"{self._nonfinite_in_a_row} iterations in a row were skipped (weights are unchanged): the gradient was not "
+                "finite, or no token counted; look at the data, lower optimizer.learning_rate, or raise "
+                "training.max_nonfinite_iters"
             )
 
     def _speed(self, seconds: float) -> dict[str, float]:
