@@ -96,10 +96,17 @@ def _gate_and_slope(u: Tensor, activation: str) -> tuple[Tensor, Tensor]:
         return _normal_distribution(u)
     if activation == "gelu_tanh":
         k = 2 * _SQRT_2_OVER_PI
-        gate = 1.0 / (1.0 + torch.exp(-u * (k + (k * 0.044715) * (u * u))))
-        return gate, (gate - gate * gate) * (k + (3 * k * 0.044715) * (u * u))
-    gate = 1.0 / (1.0 + torch.exp(-1.702 * u))
-    return gate, 1.702 * (gate - gate * gate)
+        gate, slope = _sigmoid(u * (k + (k * 0.044715) * (u * u)))
+        return gate, slope * (k + (3 * k * 0.044715) * (u * u))
+    gate, slope = _sigmoid(1.702 * u)
+    return gate, 1.702 * slope
+
+
+def _sigmoid(v: Tensor) -> tuple[Tensor, Tensor]:
+    """sigmoid(v) and its derivative as sigmoid^2 exp(-v), which does not cancel as sigmoid (1 - sigmoid) does near 1."""
+    inverse = torch.exp(-torch.clamp(v, min=-80.0))  # beyond it exp overflows and the derivative would be 0 * inf
+    gate = 1.0 / (1.0 + inverse)
+    return gate, gate * gate * inverse
 
 
 def _normal_distribution(u: Tensor) -> tuple[Tensor, Tensor]:

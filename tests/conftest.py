@@ -51,6 +51,7 @@ def tiny(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    """Each test meets the compiler as a new run does; compiled kernels still come from Inductor's cache on disk."""
+def fresh_start() -> None:
+    """Each test meets generator and compiler as a new run does; compiled kernels still come from Inductor's cache on disk."""
     torch._dynamo.reset()
+    torch.manual_seed(0)
