@@ -19,11 +19,6 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def global_rank() -> int:
-    """This process's number in the job."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def local_rank() -> int:
     """This process's number on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))

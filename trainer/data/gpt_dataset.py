@@ -41,7 +41,7 @@ class Batch:
 
 
 class GPTDataset:
-    """An endless series of training samples: `dataset[number]` int64 [s + 1]. Checks every id against the vocabulary."""
+    """An endless series of training samples: `dataset[number]` int64 [s + 1]. Ids are checked when read."""
 
     def __init__(self, sources: list[DataSource], seq_length: int, vocab_size: int, seed: int, cache: str | Path):
         self.seq_length, self.vocab_size = seq_length, vocab_size
