@@ -17,7 +17,7 @@ from configs.section import (
     Problem,
     Section,
 )
-from configs.transformer import TransformerConfig
+from configs.transformer import FusionValue, TransformerConfig, fusion_flag
 
 
 class RunSection(Section):
@@ -33,6 +33,23 @@ class RunSection(Section):
         return self.directory or f"runs/{self.name}"
 
 
+class RopeScaling(Section):
+    """How rotary frequencies are stretched to contexts longer than those of the original training."""
+
+    type: Literal["linear", "llama3", "yarn"] = Field(description="Rule; as in Hugging Face's rope_type.")
+    factor: PositiveFloat = Field(description="New context length / original one.")
+    original_max_position_embeddings: PositiveInt | None = Field(
+        None, description="Context length of the original training; needed by llama3 and yarn."
+    )
+    low_freq_factor: PositiveFloat = Field(1.0, description="llama3: wavelengths above original / this are stretched.")
+    high_freq_factor: PositiveFloat = Field(4.0, description="llama3: wavelengths below original / this stay.")
+    beta_fast: PositiveFloat = Field(32.0, description="yarn: dimensions that turn more often than this stay.")
+    beta_slow: PositiveFloat = Field(1.0, description="yarn: dimensions that turn less often than this are stretched.")
+    attention_factor: PositiveFloat | None = Field(
+        None, description="yarn: factor on cos and sin; 0.1 ln(factor) + 1 when null."
+    )
+
+
 class ModelConfig(Section):
     """What is around the transformer stack: vocabulary, positions, output."""
 
@@ -43,6 +60,7 @@ class ModelConfig(Section):
     rotary_base: PositiveFloat = Field(10000.0, description="Base of the rotary frequencies.")
     rotary_percent: Float = Field(1.0, gt=0, le=1, description="Fraction of each head that is rotated.")
     rotary_interleaved: bool = Field(False, description="Pair (0,1),(2,3)… (true) or (0,d/2),(1,d/2+1)… (false).")
+    rope_scaling: RopeScaling | None = Field(None, description="Stretching of the rotary frequencies; null: none.")
     share_embeddings_and_output_weights: bool = Field(True, description="The output layer uses the embedding's weight.")
     make_vocab_size_divisible_by: PositiveInt = Field(
         128, description="The vocabulary is padded to a multiple of this; padding never takes part in the loss."
@@ -101,6 +119,7 @@ class OptimizerConfig(Section):
     betas: list[Probability] = Field([0.9, 0.95], min_length=2, max_length=2, description="Adam's two decay rates.")
     eps: PositiveFloat = Field(1e-8, description="Adam's epsilon.")
     clip_grad: NonNegativeFloat = Field(1.0, description="Largest global gradient norm; 0: no clipping.")
+    fusion: FusionValue = fusion_flag("AdamW over all parameters at once.", default=True)
 
 
 class TrainingConfig(Section):
@@ -234,6 +253,15 @@ class RunConfig(Section):
                         "(change transformer.head_dim, the head count or rotary_percent)",
                     )
                 )
+        scaling = self.model.rope_scaling
+        if scaling is not None and scaling.type != "linear" and scaling.original_max_position_embeddings is None:
+            found.append(
+                Problem("model.rope_scaling.original_max_position_embeddings", f"is null but {scaling.type} needs it")
+            )
+        if scaling is not None and self.model.position_embedding_type != "rope":
+            found.append(
+                Problem("model.rope_scaling", f"has no meaning with {self.model.position_embedding_type} positions")
+            )
         return found
 
     def _batch_problems(self) -> list[Problem]:

@@ -6,23 +6,30 @@ from typing import Literal
 
 from pydantic import Field
 
-from configs.section import PositiveFloat, PositiveInt, Probability, Problem, Section
+from configs.section import Float, PositiveFloat, PositiveInt, Probability, Problem, Section
 
-FusionValue = bool | Literal["compile", "triton", "apex", "transformer_engine"]
+FusionValue = bool | Literal["auto", "compile", "triton", "apex", "transformer_engine", "addmm", "torch"]
 FUSION_FLAGS = (
     "bias_dropout_fusion",
+    "residual_norm_fusion",
     "bias_activation_fusion",
+    "use_fused_weighted_squared_relu",
     "masked_softmax_fusion",
     "persist_layer_norm",
+    "apply_rope_fusion",
     "cross_entropy_loss_fusion",
+    "gradient_accumulation_fusion",
 )
+GATED = ("swiglu", "geglu", "quick_geglu")
 
 
-def _flag(description: str) -> FusionValue:
+def fusion_flag(description: str, default: bool = False) -> FusionValue:
+    """The field of a fusion flag."""
     return Field(
-        False,
+        default,
         description=description + " false: the plain PyTorch reference; true: the first backend without an obstacle, "
-        "else the reference with the reasons recorded; a backend's name: that backend or an error.",
+        "else the reference with the reasons recorded; a backend's name: that backend or an error; auto: the fastest backend "
+        "on this run's shapes, measured when the job first starts here.",
     )
 
 
@@ -40,8 +47,19 @@ class TransformerConfig(Section):
 
     hidden_dropout: Probability = Field(0.1, description="Probability that an element of a sub-block's output is 0.")
     attention_dropout: Probability = Field(0.1, description="Probability that an attention weight is set to 0.")
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = Field(
-        "gelu", description="gelu: erf form; gelu_tanh: tanh form; quick_gelu: x * sigmoid(1.702 x)."
+    activation: Literal[
+        "gelu", "gelu_tanh", "quick_gelu", "silu", "relu", "squared_relu", "swiglu", "geglu", "quick_geglu"
+    ] = Field(
+        "gelu",
+        description="gelu: erf form; gelu_tanh: tanh form; quick_gelu: x * sigmoid(1.702 x); swiglu, geglu (tanh form) and "
+        "quick_geglu gate: the first half of 2 f inner dimensions, activated, times the second.",
+    )
+    activation_func_clamp_value: PositiveFloat | None = Field(
+        None, description="c of a gated activation: gate at most c, linear half in [-c, c], after the bias; null: none."
+    )
+    glu_linear_offset: Float = Field(0.0, description="Added to the linear half of geglu and quick_geglu.")
+    activation_func_fp8_input_store: bool = Field(
+        False, description="A fused gated activation saves its input for the backward in fp8 (e4m3): 1 byte per element."
     )
     add_bias_linear: bool = Field(True, description="Biases in the linear layers.")
     normalization: Literal["LayerNorm", "RMSNorm"] = Field("LayerNorm", description="Kind of every norm.")
@@ -59,16 +77,40 @@ class TransformerConfig(Section):
     apply_query_key_layer_scaling: bool = Field(
         False, description="Divide scores by the layer number before, multiply inside the softmax (range, not result)."
     )
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = Field(
+        "vanilla",
+        description="One more term in the softmax's denominator: none; exp(0); exp of a parameter per head (attention sink).",
+    )
     window_size: PositiveInt | None = Field(
         None, description="Keys that a query sees, its own position included (sliding window); null: all before it."
     )
 
-    bias_dropout_fusion: FusionValue = _flag("Bias + dropout + residual add as one operation.")
-    bias_activation_fusion: FusionValue = _flag("Bias + activation of the MLP as one operation.")
-    masked_softmax_fusion: FusionValue = _flag("Scale + mask + softmax + attention dropout as one operation.")
-    persist_layer_norm: FusionValue = _flag("LayerNorm or RMSNorm as one operation.")
-    cross_entropy_loss_fusion: FusionValue = _flag("Vocabulary-parallel cross entropy as one operation.")
+    bias_dropout_fusion: FusionValue = fusion_flag("Bias + dropout + residual add as one operation.")
+    residual_norm_fusion: FusionValue = fusion_flag("Bias + dropout + residual add and the norm after it as one operation.")
+    bias_activation_fusion: FusionValue = fusion_flag("Bias + activation of the MLP as one operation.")
+    use_fused_weighted_squared_relu: FusionValue = fusion_flag("Bias + squared ReLU of the MLP as one operation.")
+    masked_softmax_fusion: FusionValue = fusion_flag("Scale + mask + softmax + attention dropout as one operation.")
+    persist_layer_norm: FusionValue = fusion_flag("LayerNorm or RMSNorm as one operation.")
+    memory_efficient_layer_norm: bool = Field(
+        False, description="A fused norm saves its output instead of its input (which the next layer saves anyway)."
+    )
+    apply_rope_fusion: FusionValue = fusion_flag("Rotary embedding of queries and keys as one operation.")
+    fused_single_qkv_rope: bool = Field(
+        False, description="With apply_rope_fusion: bias, rotation and split of the packed QKV in one pass."
+    )
+    cross_entropy_loss_fusion: FusionValue = fusion_flag("Vocabulary-parallel cross entropy as one operation.")
+    cross_entropy_fusion_impl: Literal["native", "linear", "transformer_engine"] = Field(
+        "native",
+        description="native: from logits; linear: with the output projection, a chunk of tokens at a time, so that all the "
+        "logits never exist; transformer_engine: its kernel.",
+    )
+    gradient_accumulation_fusion: FusionValue = fusion_flag("Weight gradients added to the total by their own product.")
     strict_fusions: bool = Field(False, description="A fusion that falls back to the reference is an error.")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the activation has a gate, so that the first linear of the MLP is 2 f wide."""
+        return self.activation in GATED
 
     @property
     def ffn_size(self) -> int:
@@ -127,6 +169,32 @@ class TransformerConfig(Section):
             self.attention_softmax_in_fp32 or not self.apply_query_key_layer_scaling,
             "attention_softmax_in_fp32",
             "is false with apply_query_key_layer_scaling, whose second half must happen in fp32; set it to true",
+        )
+        check(
+            self.attention_backend != "sdpa" or self.softmax_type == "vanilla",
+            "softmax_type",
+            f"is {self.softmax_type} with attention_backend sdpa, whose kernel has no such term; use unfused",
+        )
+        check(
+            self.gated or self.activation_func_clamp_value is None,
+            "activation_func_clamp_value",
+            f"clamps the two halves of a gated activation, but activation is {self.activation}; set it to null",
+        )
+        check(
+            self.activation in ("geglu", "quick_geglu") or self.glu_linear_offset == 0,
+            "glu_linear_offset",
+            f"is {self.glu_linear_offset}, but only geglu and quick_geglu have one; activation is {self.activation}",
+        )
+        check(
+            self.gated or not self.activation_func_fp8_input_store,
+            "activation_func_fp8_input_store",
+            f"is true, but only gated activations store their input so; activation is {self.activation}",
+        )
+        check(
+            self.cross_entropy_fusion_impl != "transformer_engine"
+            or self.cross_entropy_loss_fusion in (False, True, "transformer_engine"),
+            "cross_entropy_fusion_impl",
+            f"is transformer_engine, but cross_entropy_loss_fusion asks for {self.cross_entropy_loss_fusion}; set it to true",
         )
         check(
             self.attention_backend != "sdpa" or not self.apply_query_key_layer_scaling,

@@ -1,8 +1,8 @@
 """residual + dropout(x + bias, prob).
 
 Shapes: x, residual [s, b, h]; bias [h] or None (any shapes that broadcast work). x and bias are cast to the residual's
-dtype, and the output has it. Saved for the backward, per element: reference 1 byte (the boolean mask); compile nothing
-(the mask is recomputed from 8 bytes per row).
+dtype, and the output has it. Saved for the backward, per element: the reference 1 byte (the boolean mask); the fused forms
+nothing (the mask is recomputed from 8 bytes per row). With the norm that follows: fused_residual_norm.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from fusions.column_sum import block_sums, row_block
 from fusions.jit import jit_fuser
+from fusions.kernels import Kernels, as_row, triton_kernels, wide
 from fusions.random import MaskKey, column_counters, drop_threshold, dropout, keep_mask_expression, random_mask_key
 
 
@@ -35,65 +36,90 @@ def compiled(
     x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool, mask_key: MaskKey | None = None
 ) -> Tensor:
     """The same in one pass forward and one backward."""
+    return _fused(_COMPILED, x, bias, residual, prob, training, mask_key)
+
+
+def triton(
+    x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool, mask_key: MaskKey | None = None
+) -> Tensor:
+    """The same with Triton kernels. Shapes that only match by broadcasting take the reference."""
+    if x.shape != residual.shape or (bias is not None and bias.numel() != x.shape[-1]):
+        return reference(x, bias, residual, prob, training, mask_key)
+    return _fused(triton_kernels("bias_dropout"), x, bias, residual, prob, training, mask_key)
+
+
+def _fused(
+    kernels: Kernels, x: Tensor, bias: Any, residual: Tensor, prob: float, training: bool, mask_key: MaskKey | None
+) -> Tensor:
     x, bias = _cast(x, bias, residual)
+    bias = as_row(bias, x.shape[-1])
     if not (training and prob > 0):
-        return _BiasAdd.apply(x, bias, residual)
+        return _BiasAdd.apply(x, bias, residual, kernels)
     key = mask_key or random_mask_key(x)
-    return _BiasDropoutAdd.apply(x, bias, residual, key.first, key.second, prob)
+    return _BiasDropoutAdd.apply(x, bias, residual, key.first, key.second, prob, kernels)
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
-    """Saves the row keys: 8 bytes per row of x."""
+    """Saves the row keys: 8 bytes per row of x.
+
+    Kernels: forward(x, bias, residual, first, second, prob) -> sum; backward(grad, first, second, prob, bias: bool) ->
+    (dx, dbias or None).
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Any, residual: Tensor, first: Tensor, second: Tensor, prob: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Any, residual: Tensor, first: Tensor, second: Tensor, prob: float, kernels: Kernels
+    ) -> Tensor:
         ctx.save_for_backward(first, second)
-        ctx.prob, ctx.shapes = prob, (x.shape, None if bias is None else bias.shape, residual.shape)
-        counters, threshold = column_counters(x.shape[-1], x.device), drop_threshold(prob, x.device)
-        return _forward(x, bias, residual, counters, first, second, threshold, 1.0 / (1.0 - prob))
+        ctx.prob, ctx.kernels = prob, kernels
+        ctx.shapes = (x.shape, None if bias is None else bias.shape, residual.shape)
+        return kernels.forward(x, bias, residual, first, second, prob)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         first, second = ctx.saved_tensors
         x_shape, bias_shape, residual_shape = ctx.shapes
-        counters, threshold = column_counters(grad.shape[-1], grad.device), drop_threshold(ctx.prob, grad.device)
-        rule = (counters, first, second, threshold, 1.0 / (1.0 - ctx.prob))
-        if bias_shape is not None and len(bias_shape) == 1:
-            dx, sums = _backward_with_bias(grad, *rule, row_block(grad))
-            dbias = sums.sum(0).to(grad.dtype)
-        else:
-            dx = _backward(grad, *rule)
-            dbias = None if bias_shape is None else dx.sum_to_size(bias_shape)
-        return (
-            dx.sum_to_size(x_shape),
-            dbias,
-            grad.sum_to_size(residual_shape),
-            None,
-            None,
-            None,
-        )
+        row_bias = bias_shape is not None and len(bias_shape) == 1
+        dx, dbias = ctx.kernels.backward(grad, first, second, ctx.prob, row_bias)
+        if bias_shape is not None and not row_bias:
+            dbias = dx.sum_to_size(bias_shape)
+        return dx.sum_to_size(x_shape), dbias, grad.sum_to_size(residual_shape), None, None, None, None
 
 
 class _BiasAdd(torch.autograd.Function):
     """Without dropout: saves nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Any, residual: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Any, residual: Tensor, kernels: Kernels) -> Tensor:
         ctx.shapes = (x.shape, None if bias is None else bias.shape, residual.shape)
-        return _forward_no_dropout(x, bias, residual)
+        return kernels.forward(x, bias, residual, None, None, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(
-            grad.sum_to_size(shape) if shape is not None and needed else None
-            for shape, needed in zip(ctx.shapes, ctx.needs_input_grad, strict=True)
-        )
+        wanted = zip(ctx.shapes, ctx.needs_input_grad[:3], strict=True)
+        return (*(grad.sum_to_size(shape) if shape is not None and needed else None for shape, needed in wanted), None)
+
+
+def _forward(x: Tensor, bias: Any, residual: Tensor, first: Any, second: Any, prob: float) -> Tensor:
+    if first is None:
+        return _forward_no_dropout(x, bias, residual)
+    return _forward_dropout(x, bias, residual, *drop_rule(x, first, second, prob))
+
+
+def _backward(grad: Tensor, first: Tensor, second: Tensor, prob: float, bias: bool) -> tuple[Tensor, Tensor | None]:
+    dx, sums = _backward_dropout(grad, *drop_rule(grad, first, second, prob), row_block(grad) if bias else 0)
+    return dx, None if sums is None else sums.sum(0).to(grad.dtype)
+
+
+def drop_rule(x: Tensor, first: Tensor, second: Tensor, prob: float) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """(counters, row keys, threshold, 1 / (1 - prob)): what keep_mask_expression and the scaling need."""
+    return column_counters(x.shape[-1], x.device), first, second, drop_threshold(prob, x.device), 1.0 / (1.0 - prob)
 
 
 @jit_fuser
-def _forward(
+def _forward_dropout(
     x: Tensor, bias: Any, residual: Tensor, counters: Tensor, first: Tensor, second: Tensor, threshold: Tensor, scale: float
 ) -> Tensor:
     if bias is not None:
@@ -103,16 +129,11 @@ def _forward(
 
 
 @jit_fuser
-def _backward(grad: Tensor, counters: Tensor, first: Tensor, second: Tensor, threshold: Tensor, scale: float) -> Tensor:
-    return torch.where(keep_mask_expression(counters, first, second, threshold), grad * scale, 0.0)
-
-
-@jit_fuser
-def _backward_with_bias(
+def _backward_dropout(
     grad: Tensor, counters: Tensor, first: Tensor, second: Tensor, threshold: Tensor, scale: float, block: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     dx = torch.where(keep_mask_expression(counters, first, second, threshold), grad * scale, 0.0)
-    return dx, block_sums(dx.float() if dx.dtype in (torch.bfloat16, torch.float16) else dx, block)
+    return dx, block_sums(wide(dx), block) if block else None
 
 
 @jit_fuser
@@ -124,7 +145,8 @@ def _cast(x: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Ten
     return x.to(residual.dtype), None if bias is None else bias.to(residual.dtype)
 
 
-BACKENDS = {"bias_dropout_add": {"reference": reference, "compile": compiled}}
+_COMPILED = Kernels(_forward, _backward)
+BACKENDS = {"bias_dropout_add": {"reference": reference, "compile": compiled, "triton": triton}}
 
 
 # ---- Megatron's names -------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -21,12 +23,56 @@ class Machine:
     device: str  # cpu | cuda
     compile_problem: str  # why torch.compile can't build kernels here; "" where it can
     torch_version: str
+    import_problems: tuple[tuple[str, str], ...] = ()  # (module, why it can't be imported, "" where it can)
+    versions: tuple[tuple[str, str], ...] = ()  # (package, version) of the optional packages
+    triton_interpreted: bool = False  # TRITON_INTERPRET=1: Triton's kernels run on any device, slowly
+
+    def import_problem(self, module: str) -> str:
+        """Why an optional module can't be imported; "" where it can."""
+        return dict(self.import_problems).get(module, f"{module} not importable (No module named {module!r})")
+
+    def version(self, package: str) -> str:
+        """The version of an optional package, or "not installed"."""
+        return dict(self.versions).get(package, "not installed")
 
 
+OPTIONAL_MODULES = (
+    "triton", "transformer_engine", "apex", "amp_C", "fused_layer_norm_cuda", "fast_layer_norm",
+    "scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "generic_scaled_masked_softmax_cuda",
+    "scaled_softmax_cuda", "fused_rotary_positional_embedding", "fused_weight_gradient_mlp_cuda",
+)  # fmt: skip
+
+
+@functools.cache
 def probe(device: str = "auto") -> Machine:
     """The machine this process runs on. `device` auto: cuda where the driver's library is and sees a GPU."""
     device = ("cuda" if _cuda_devices() else "cpu") if device == "auto" else device
-    return Machine(device, compile_problem() if device == "cpu" else "", _version("torch"))
+    return Machine(
+        device,
+        compile_problem() if device == "cpu" else "",
+        _version("torch"),
+        tuple((name, import_problem(name)) for name in OPTIONAL_MODULES),
+        tuple((name, _version(name)) for name in ("triton", "transformer_engine", "apex")),
+        os.environ.get("TRITON_INTERPRET") == "1",
+    )
+
+
+@functools.cache
+def import_problem(module: str) -> str:
+    """Why `module` can't be imported, with the import's own words; "" where it can. An absent one costs no import."""
+    try:
+        if importlib.util.find_spec(module) is None:
+            return f"{module} not importable (No module named {module!r})"
+        if module == "apex" and importlib.util.find_spec("apex.normalization") is None:
+            return (
+                f"the module apex here is not NVIDIA's Apex but the unrelated package of that name on PyPI "
+                f"(apex {_version('apex')}); uninstall it and build NVIDIA's from source"
+            )
+        if module not in ("triton", "apex"):  # these two are known by their files; the others fail when they load
+            importlib.import_module(module)
+    except Exception as error:  # an extension built for another torch or CUDA fails in its own ways
+        return f"{module} not importable ({type(error).__name__}: {error})"
+    return ""
 
 
 @functools.cache

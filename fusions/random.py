@@ -88,7 +88,7 @@ def random_mask_key(x: Tensor) -> MaskKey:
 def keep_mask(key: MaskKey, columns: int, prob: float) -> Tensor:
     """Boolean mask of key's shape + [columns]: False with probability `prob`. Eager, in place, a cache-sized chunk at a time."""
     first, second = key.first.reshape(-1, 1), key.second.reshape(-1, 1)
-    rows, threshold = first.shape[0], _threshold(prob)
+    rows, threshold = first.shape[0], drop_threshold_value(prob)
     counters = column_counters(columns, first.device)
     mask = torch.empty(rows, columns, dtype=torch.bool, device=first.device)
     chunk = max(1, min(rows, _CHUNK_ELEMENTS // max(1, columns))) if first.device.type == "cpu" else max(1, rows)
@@ -124,7 +124,7 @@ def keep_mask_expression(counters: Tensor, first: Tensor, second: Tensor, thresh
 def drop_threshold(prob: float, device: torch.device) -> Tensor:
     """int32 scalar: elements below it are dropped."""
     with torch.inference_mode(False):
-        return torch.tensor(_threshold(prob), dtype=torch.int32, device=device)
+        return torch.tensor(drop_threshold_value(prob), dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(maxsize=32)
@@ -146,7 +146,7 @@ def random_bits(key: MaskKey, columns: int, offset: int = 0) -> Tensor:
     return _mix(v ^ key.second[..., None])
 
 
-def _threshold(prob: float) -> int:
+def drop_threshold_value(prob: float) -> int:
     """The signed int32 at or above which an element is kept."""
     return min(round(prob * 2**32), 2**32 - 1) - 2**31
 

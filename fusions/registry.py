@@ -13,12 +13,14 @@ import hashlib
 import importlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fusions.machine import Machine
 
 REFERENCE = "reference"
+# `auto` takes a backend only if it beats the reference by this much: below, the difference is noise of a shared machine.
+AUTO_MARGIN = 0.98
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class Facts:
     shape: tuple[int, ...]  # of the site's input on one rank
     options: tuple[tuple[str, Any], ...] = ()  # activation, dropout, causal, window… as (name, value)
 
+    def option(self, name: str) -> Any:
+        """The value of an option; None where this site has no such option."""
+        return dict(self.options).get(name)
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -52,30 +58,55 @@ class Backend:
     obstacles: Callable[[Facts], list[Obstacle]]
     shape_obstacles: Callable[[tuple[int, ...]], list[Obstacle]] = lambda shape: []
 
+    def all_obstacles(self, facts: Facts) -> list[Obstacle]:
+        """Everything that is known to stand in the way before the first step."""
+        return self.obstacles(facts) + self.shape_obstacles(facts.shape)
+
 
 @dataclass(frozen=True)
-class Fusion:
-    """One flag: the module that holds `BACKENDS[operation][backend]`, and its backends, best first."""
+class Operation:
+    """One fused operation: the module that holds `BACKENDS[name][backend]`, and its backends, best first."""
 
-    flag: str
+    name: str
     module: str
     backends: tuple[Backend, ...]
 
     def backend(self, name: str) -> Backend | None:
-        """The backend of that name, or None where this fusion has none."""
+        """The backend of that name, or None where this operation has none."""
         return next((b for b in self.backends if b.name == name), None)
+
+    def preferred(self, machine: Machine) -> list[Backend]:
+        """The backends in the order `true` tries them: interpreted Triton, which is slow, last."""
+        return sorted(self.backends, key=lambda b: b.name == "triton" and machine.device != "cuda")
+
+    def function(self, backend: str) -> Callable[..., Any]:
+        """The implementation of a backend, or of "reference"; imports the operation's module."""
+        return importlib.import_module(self.module).BACKENDS[self.name][backend]
 
 
 @dataclass(frozen=True)
 class Request:
     """A flag's value at one site kind."""
 
-    fusion: Fusion
+    flag: str
     site: str
-    operation: str  # key of the module's BACKENDS: "layer_norm", "bias_gelu_tanh"…
+    operation: Operation
     asked: bool | str
     facts: Facts
     without_effect: str = ""  # why the flag can't matter here ("" where it does)
+
+    @property
+    def key(self) -> str:
+        """What a measured time depends on, beside the machine: operation, shape, dtype, options."""
+        facts = self.facts
+        options = " ".join(f"{k}={v}" for k, v in facts.options)
+        shape = "x".join(map(str, facts.shape))
+        return f"{self.operation.name} [{shape} {facts.dtype}] {options}"
+
+    def candidates(self) -> list[str]:
+        """The backends without an obstacle, best first, and the reference."""
+        fine = [b.name for b in self.operation.preferred(self.facts.machine) if not b.all_obstacles(self.facts)]
+        return [*fine, REFERENCE]
 
 
 @dataclass(frozen=True)
@@ -89,16 +120,24 @@ class Decision:
     runs: str  # a backend's name, or "reference"
     obstacles: tuple[tuple[str, Obstacle], ...]  # (backend, obstacle) of every backend that was passed over
     note: str = ""
+    times_ms: tuple[tuple[str, float], ...] = ()  # `auto`: forward and backward together, of every candidate
+    facts: Facts | None = field(default=None, compare=False, repr=False)  # for the shapes that come at run time
 
     @property
     def fell_back(self) -> bool:
         """Whether a fusion was asked for, could matter, and is not what runs."""
-        return self.asked is not False and self.runs == REFERENCE and not self.note
+        return self.asked not in (False, "auto") and self.runs == REFERENCE and not self.note
 
     @property
     def why(self) -> str:
         """The reasons in one line."""
-        return "; ".join([*([self.note] if self.note else []), *(f"{o} ({b})" for b, o in self.obstacles)])
+        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in sorted(self.times_ms, key=lambda t: t[1]))
+        notes = [text for text in (self.note, f"measured: {times}" if times else "") if text]
+        elsewhere = {
+            b for b, o in self.obstacles if o.kind == "device"
+        }  # made for another device: the rest is beside the point
+        reasons = [f"{o} ({b})" for b, o in self.obstacles if b not in elsewhere or o.kind == "device"]
+        return "; ".join([*notes, *reasons])
 
 
 class FusionError(Exception):
@@ -125,7 +164,11 @@ class FusionPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for fusions.json."""
-        rows = [{**asdict(d), "obstacles": [{"backend": b, **asdict(o)} for b, o in d.obstacles]} for d in self.decisions]
+        rows = []
+        for decision in self.decisions:
+            row = {**asdict(replace(decision, facts=None)), "times_ms": dict(decision.times_ms)}
+            del row["facts"]
+            rows.append(row | {"obstacles": [{"backend": b, **asdict(o)} for b, o in decision.obstacles]})
         return {"strict": self.strict, "decisions": rows}
 
     def rows(self) -> list[tuple[str, str, str, str, str]]:
@@ -133,46 +176,61 @@ class FusionPlan:
         return [(d.flag, d.site, _word(d.asked), d.runs, d.why) for d in self.decisions]
 
 
-def resolve(requests: list[Request], strict: bool = False) -> FusionPlan:
-    """Decide every request. Raises FusionError if a named backend, or any fusion under `strict`, can't run."""
-    decisions = [_decide(request) for request in requests]
+def resolve(
+    requests: list[Request], strict: bool = False, times: dict[str, dict[str, float]] | None = None, required: bool = True
+) -> FusionPlan:
+    """Decide every request. `times`: milliseconds of each candidate by request key, for `auto`.
+
+    Raises FusionError if a named backend, or any fusion under `strict`, can't run; not with `required` False.
+    """
+    decisions = [_decide(request, times or {}) for request in requests]
     refused: dict[tuple[str, str, str], list[str]] = {}  # (flag, asked, why) -> sites
     for decision in decisions:
-        if decision.fell_back and (strict or isinstance(decision.asked, str)):
+        if required and decision.fell_back and (strict or isinstance(decision.asked, str)):
             refused.setdefault((decision.flag, _word(decision.asked), decision.why), []).append(decision.site)
     if refused:
         raise FusionError("\n".join(_refusal(*key, sites) for key, sites in refused.items()))
     return FusionPlan(tuple(decisions), strict)
 
 
-def _decide(request: Request) -> Decision:
-    fusion, asked = request.fusion, request.asked
+def _decide(request: Request, times: dict[str, dict[str, float]]) -> Decision:
+    operation, asked = request.operation, request.asked
+    passed_over: list[tuple[str, Obstacle]] = []
 
-    def decision(runs: str, passed_over: list[tuple[str, Obstacle]] | None = None, note: str = "") -> Decision:
-        return Decision(fusion.flag, request.site, request.operation, asked, runs, tuple(passed_over or []), note)
+    def decision(runs: str, note: str = "", times_ms: dict[str, float] | None = None) -> Decision:
+        measured = tuple((times_ms or {}).items())
+        return Decision(
+            request.flag, request.site, operation.name, asked, runs, tuple(passed_over), note, measured, request.facts
+        )
 
     if request.without_effect:
-        return decision(REFERENCE, note=f"no effect: {request.without_effect}")
+        return decision(REFERENCE, f"no effect: {request.without_effect}")
     if asked is False:
         return decision(REFERENCE)
-    passed_over: list[tuple[str, Obstacle]] = []
-    candidates = [b for b in fusion.backends if asked is True or b.name == asked]
+    candidates = [b for b in operation.preferred(request.facts.machine) if asked in (True, "auto") or b.name == asked]
     if not candidates:
-        have = ", ".join(b.name for b in fusion.backends)
-        passed_over.append((str(asked), Obstacle("backend", f"there is none of this operation; it has {have}")))
+        have = ", ".join(b.name for b in operation.backends)
+        passed_over.append((str(asked), Obstacle("backend", f"there is none of {operation.name}; it has {have}")))
     for backend in candidates:
-        obstacles = backend.obstacles(request.facts) + backend.shape_obstacles(request.facts.shape)
-        if not obstacles:
-            return decision(backend.name, passed_over)
+        obstacles = backend.all_obstacles(request.facts)
+        if not obstacles and asked != "auto":
+            return decision(backend.name)
         passed_over += [(backend.name, o) for o in obstacles]
-    return decision(REFERENCE, passed_over)
+    if asked != "auto":
+        return decision(REFERENCE)
+    measured = times.get(request.key)
+    if measured is None:
+        return decision(REFERENCE, "auto: not measured yet; the first start of a job measures")
+    best = min(measured, key=lambda name: measured[name])
+    worth_it = measured[best] < AUTO_MARGIN * measured.get(REFERENCE, float("inf"))
+    return decision(best if worth_it else REFERENCE, times_ms=measured)
 
 
 def _refusal(flag: str, asked: str, why: str, sites: list[str]) -> str:
     rule = "strict_fusions is true" if asked == "true" else f"{asked!r} was required"
     way_out = "or strict_fusions=false" if asked == "true" else "or true to allow the reference"
-    where = f"transformer.{flag} at {', '.join(sites)}"
-    return f"{where}: {rule} but it can't run here: {why}. Set transformer.{flag}=false, {way_out}."
+    key = flag if "." in flag else f"transformer.{flag}"
+    return f"{key} at {', '.join(sites)}: {rule} but it can't run here: {why}. Set {key}=false, {way_out}."
 
 
 def _word(asked: bool | str) -> str:
@@ -219,24 +277,22 @@ class BoundFusion:
     counted with its reason (or raises FusionError under strict). Shared by all layers of a site kind.
     """
 
-    def __init__(self, fusion: Fusion, decision: Decision, counters: Counters, strict: bool):
-        operations = importlib.import_module(fusion.module).BACKENDS[decision.operation]
+    def __init__(self, operation: Operation, decision: Decision, counters: Counters, strict: bool):
         self.decision, self.strict = decision, strict
-        self._reference: Callable[..., Any] = operations[REFERENCE]
-        self._function: Callable[..., Any] = operations[decision.runs]
-        backend = fusion.backend(decision.runs)
-        self._shape_obstacles = backend.shape_obstacles if backend else None
+        self._reference: Callable[..., Any] = operation.function(REFERENCE)
+        self._function: Callable[..., Any] = operation.function(decision.runs)
+        self._backend = operation.backend(decision.runs)
         self._reason_by_shape: dict[tuple[int, ...], str] = {}
         self._counts = counters.site(decision.flag, decision.site)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  said by the class
-        if self._shape_obstacles is None:
+        if self._backend is None:
             self._counts.reference += 1
             return self._reference(x, *args, **kwargs)
         shape = tuple(x.shape)
         reason = self._reason_by_shape.get(shape)
         if reason is None:
-            reason = self._reason_by_shape[shape] = "; ".join(map(str, self._shape_obstacles(shape)))
+            reason = self._reason_by_shape[shape] = self._obstacles(shape)
         if not reason:
             self._counts.fused += 1
             return self._function(x, *args, **kwargs)
@@ -245,3 +301,10 @@ class BoundFusion:
         self._counts.reference += 1
         self._counts.fallbacks[reason] = self._counts.fallbacks.get(reason, 0) + 1
         return self._reference(x, *args, **kwargs)
+
+    def _obstacles(self, shape: tuple[int, ...]) -> str:
+        """What a shape has against the backend, beyond what was known when the plan was made."""
+        facts, backend = self.decision.facts, self._backend
+        if facts is None or backend is None:
+            return ""
+        return "; ".join(map(str, backend.all_obstacles(replace(facts, shape=shape))))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from configs.transformer import TransformerConfig
 from fusions.random import MaskKey
-from models.rotary import apply_rotary
+from models.rotary import Rotary
 from models.spec import Slot, build_module
 from models.tensor_parallel.layers import Output
 from models.tensor_parallel.params import TensorParallel
@@ -20,17 +20,9 @@ class SelfAttentionSubmodules:
     """The slots of self-attention."""
 
     linear_qkv: Slot
+    split_qkv: Slot  # (mixed, bias, head_dim, rotary or None) -> q, k, v
     core_attention: Slot
     linear_proj: Slot
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """cos and sin [s, b or 1, 1, d_rot] of this batch's positions, and how elements are paired."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool
 
 
 class SelfAttention(nn.Module):
@@ -58,7 +50,8 @@ class SelfAttention(nn.Module):
             tp=tp,
             device=device,
         )
-        self.core_attention = build_module(submodules.core_attention, config, layer_number)
+        self.split_qkv = build_module(submodules.split_qkv)
+        self.core_attention = build_module(submodules.core_attention, config, layer_number, tp=tp, device=device)
         self.linear_proj = build_module(
             submodules.linear_proj,
             heads * self.head_dim,
@@ -72,13 +65,6 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, attention_mask: Tensor | None, rotary: Rotary | None, mask_key: MaskKey | None) -> Output:
         """Attention over the whole sequence."""
         mixed, bias = self.linear_qkv(x)  # [s, b, (g/t) (n/g + 2) d]
-        if bias is not None:
-            mixed = mixed + bias
-        s, b, _ = mixed.shape
-        mixed = mixed.view(s, b, self.groups_per_partition, self.heads_per_group + 2, self.head_dim)
-        q, k, v = mixed.split([self.heads_per_group, 1, 1], dim=3)
-        q, k, v = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)  # [s, b, n/t, d], [s, b, g/t, d] twice
-        if rotary is not None:
-            q = apply_rotary(q, rotary.cos, rotary.sin, rotary.interleaved)
-            k = apply_rotary(k, rotary.cos, rotary.sin, rotary.interleaved)
+        mixed = mixed.unflatten(-1, (self.groups_per_partition, -1))
+        q, k, v = self.split_qkv(mixed, bias, self.head_dim, rotary)  # [s, b, n/t, d], [s, b, g/t, d] twice
         return self.linear_proj(self.core_attention(q, k, v, attention_mask, mask_key))

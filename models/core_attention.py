@@ -16,18 +16,31 @@ from torch import Tensor, nn
 from configs.transformer import TransformerConfig
 from fusions.fused_softmax import causal_mask
 from fusions.random import MaskKey
+from models.init import constant
+from models.tensor_parallel.params import ParallelModule, TensorParallel
 
 
-class UnfusedAttention(nn.Module):
+class UnfusedAttention(ParallelModule):
     """Scores, softmax and product apart; the softmax is the slot's function."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, softmax: Callable[..., Tensor]):
-        super().__init__()
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        softmax: Callable[..., Tensor],
+        tp: TensorParallel,
+        device: torch.device,
+    ):
+        super().__init__(tp, device)
         self.softmax, self.dropout_prob = softmax, config.attention_dropout
         self.window, self.in_fp32 = config.window_size, config.attention_softmax_in_fp32
         # Query-key layer scaling keeps half-precision scores small: divided by the layer number here, multiplied back in fp32.
         self.softmax_scale = float(layer_number) if config.apply_query_key_layer_scaling else 1.0
         self.query_scale = 1.0 / (math.sqrt(config.head_size) * self.softmax_scale)
+        self.softmax_type = config.softmax_type
+        if self.softmax_type == "learnable":
+            self.add_parameter("softmax_offset", (config.num_attention_heads,), constant(0.0), shard_dim=0)
+        self.off_by_one = torch.zeros((), device=device) if self.softmax_type == "off-by-one" else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, mask_key: MaskKey | None) -> Tensor:
         """The context of each query."""
@@ -46,6 +59,7 @@ class UnfusedAttention(nn.Module):
             in_fp32=self.in_fp32,
             dropout_prob=self.dropout_prob if self.training else 0.0,
             mask_key=mask_key,
+            sink=self.local("softmax_offset", torch.float32) if self.softmax_type == "learnable" else self.off_by_one,
         )
         context = torch.bmm(probs.view(b * g, n // g * s, s), v)  # [b g, (n/g) s, d]
         return context.view(b, n, s, d).permute(2, 0, 1, 3).reshape(s, b, n * d)
@@ -54,7 +68,7 @@ class UnfusedAttention(nn.Module):
 class SDPAttention(nn.Module):
     """PyTorch's scaled_dot_product_attention; the scores are never in memory."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int):
+    def __init__(self, config: TransformerConfig, layer_number: int, tp: TensorParallel, device: torch.device):
         super().__init__()
         self.window = config.window_size
 

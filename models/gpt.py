@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from configs.run import ModelConfig
 from configs.transformer import TransformerConfig
 from fusions.random import DropoutKeys
-from models.attention import Rotary
 from models.embedding import LanguageModelEmbedding
 from models.heads import LanguageModelHead
 from models.layer_specs import GPTSpec
@@ -40,7 +39,7 @@ class GPTModel(nn.Module):
         self.max_positions = model.max_position_embeddings
         self.embedding = LanguageModelEmbedding(model, transformer, tp, device)
         self.decoder = TransformerBlock(transformer, spec.block, tp, device)
-        self.output_layer = LanguageModelHead(model, transformer, spec.loss_function, tp, device)
+        self.output_layer = LanguageModelHead(model, transformer, spec.loss_function, spec.loss_from_hidden, tp, device)
         rope = model.position_embedding_type == "rope"
         self.rotary_tables = RotaryTables(model, transformer, device) if rope else None
 
@@ -71,13 +70,12 @@ class GPTModel(nn.Module):
         dropout = self._dropout_context(dropout_keys, s)
         embedding_key = dropout.hidden(0) if dropout is not None and self.config.hidden_dropout > 0 else None
         hidden = self.embedding(tokens, position_ids, self.compute_dtype, embedding_key)
-        rotary = None
-        if self.rotary_tables is not None:
-            rotary = Rotary(*self.rotary_tables.at(position_ids), self.rotary_tables.interleaved)
+        rotary = None if self.rotary_tables is None else self.rotary_tables.at(position_ids)
         hidden = self.decoder(hidden, attention_mask, rotary, dropout)
         tied_weight = self.embedding.word_embeddings.get_parameter("weight") if self.output_layer.tied else None
-        logits = self.output_layer.logits(hidden, tied_weight)
-        return logits if labels is None else self.output_layer.loss(logits, labels)
+        if labels is None:
+            return self.output_layer.logits(hidden, tied_weight)
+        return self.output_layer.loss(hidden, tied_weight, labels)
 
     def _dropout_context(self, keys: DropoutKeys | None, seq_length: int) -> DropoutContext | None:
         config = self.config

@@ -4,51 +4,106 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from configs.transformer import TransformerConfig
-from fusions.catalogue import FUSIONS
-from fusions.registry import BoundFusion, Counters, FusionPlan
+from fusions.catalogue import OPERATIONS
+from fusions.registry import REFERENCE, BoundFusion, Counters, FusionPlan
 from models.attention import SelfAttention, SelfAttentionSubmodules
 from models.core_attention import SDPAttention, UnfusedAttention
+from models.fusion_sites import ATTENTION_RESIDUAL, MLP_RESIDUAL, activation_operation
 from models.mlp import MLP, MLPSubmodules
 from models.norm import Norm
-from models.spec import ModuleSpec
+from models.rotary import RotatePacked, SplitThenRotate
+from models.spec import ModuleSpec, Slot
 from models.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from models.transformer_block import TransformerBlockSubmodules
-from models.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from models.transformer_layer import AddAndNorm, AddThenNorm, TransformerLayer, TransformerLayerSubmodules
 
 
 @dataclass(frozen=True)
 class GPTSpec:
-    """The stack's specs and the loss."""
+    """The stack's specs and the loss, which is a function of logits or of hidden states and the output weight."""
 
     block: TransformerBlockSubmodules
     loss_function: Callable[..., Tensor]
+    loss_from_hidden: bool
 
 
 def gpt_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters) -> GPTSpec:
     """GPT's slots, filled with what the plan decided; every call is counted in `counters`."""
-
-    def bound(flag: str, site: str) -> BoundFusion:
-        return BoundFusion(FUSIONS[flag], plan.decision(flag, site), counters, plan.strict)
-
-    def norm(site: str) -> ModuleSpec:
-        return ModuleSpec(Norm, {"function": bound("persist_layer_norm", site)})
-
+    bind = _Binder(plan, counters)
     core = ModuleSpec(SDPAttention)
     if config.attention_backend == "unfused":
-        core = ModuleSpec(UnfusedAttention, {"softmax": bound("masked_softmax_fusion", "self_attention")})
-    attention = SelfAttentionSubmodules(ColumnParallelLinear, core, RowParallelLinear)
-    mlp = MLPSubmodules(ColumnParallelLinear, bound("bias_activation_fusion", "mlp"), RowParallelLinear)
-    layer = TransformerLayerSubmodules(
-        input_layernorm=norm("input_layernorm"),
-        self_attention=ModuleSpec(SelfAttention, submodules=attention),
-        self_attn_bda=bound("bias_dropout_fusion", "self_attn_bda"),
-        pre_mlp_layernorm=norm("pre_mlp_layernorm"),
-        mlp=ModuleSpec(MLP, submodules=mlp),
-        mlp_bda=bound("bias_dropout_fusion", "mlp_bda"),
+        core = ModuleSpec(UnfusedAttention, {"softmax": bind("masked_softmax_fusion", "self_attention")})
+    attention = SelfAttentionSubmodules(
+        bind.linear(ColumnParallelLinear, "linear_qkv"),
+        bind.split_qkv(),
+        core,
+        bind.linear(RowParallelLinear, "linear_proj"),
     )
-    block = TransformerBlockSubmodules(ModuleSpec(TransformerLayer, submodules=layer), norm("final_layernorm"))
-    return GPTSpec(block, bound("cross_entropy_loss_fusion", "output_layer"))
+    mlp = MLPSubmodules(
+        bind.linear(ColumnParallelLinear, "linear_fc1"),
+        bind.activation(config),
+        bind.linear(RowParallelLinear, "linear_fc2"),
+    )
+    layer = TransformerLayerSubmodules(
+        input_layernorm=bind.norm("input_layernorm"),
+        self_attention=ModuleSpec(SelfAttention, submodules=attention),
+        self_attn_add=bind.add("self_attn_bda", ATTENTION_RESIDUAL),
+        pre_mlp_layernorm=bind.norm("pre_mlp_layernorm"),
+        mlp=ModuleSpec(MLP, submodules=mlp),
+        mlp_add=bind.add("mlp_bda", MLP_RESIDUAL),
+    )
+    block = TransformerBlockSubmodules(ModuleSpec(TransformerLayer, submodules=layer), bind.norm("final_layernorm"))
+    loss = plan.decision("cross_entropy_loss_fusion", "output_layer")
+    from_hidden = loss.operation == "linear_cross_entropy" and loss.runs != REFERENCE
+    return GPTSpec(block, bind("cross_entropy_loss_fusion", "output_layer", from_hidden), from_hidden)
+
+
+class _Binder:
+    """Makes slots out of decisions."""
+
+    def __init__(self, plan: FusionPlan, counters: Counters):
+        self.plan, self.counters = plan, counters
+
+    def __call__(self, flag: str, site: str, from_hidden: bool = True) -> BoundFusion:
+        decision = self.plan.decision(flag, site)
+        # Without the projection fused in, the loss is the plain one of the logits, which the head computes as always.
+        name = decision.operation if from_hidden or flag != "cross_entropy_loss_fusion" else "cross_entropy"
+        return BoundFusion(OPERATIONS[name], decision, self.counters, self.plan.strict)
+
+    def norm(self, site: str) -> ModuleSpec:
+        return ModuleSpec(Norm, {"function": self("persist_layer_norm", site)})
+
+    def linear(self, kind: type, site: str) -> ModuleSpec:
+        return ModuleSpec(kind, {"product": self("gradient_accumulation_fusion", site)})
+
+    def add(self, bda_site: str, residual_site: str) -> Slot:
+        if self.plan.decision("residual_norm_fusion", residual_site).runs != REFERENCE:
+            return AddAndNorm(self("residual_norm_fusion", residual_site))
+        return AddThenNorm(self("bias_dropout_fusion", bda_site))
+
+    def split_qkv(self) -> Slot:
+        decision = self.plan.decision("apply_rope_fusion", "self_attention")
+        bound = self("apply_rope_fusion", "self_attention")
+        if decision.operation == "qkv_rope" and decision.runs != REFERENCE:
+            return RotatePacked(bound)
+        if decision.operation == "qkv_rope":  # not fused: split first, and rotate with the plain form
+            return SplitThenRotate(OPERATIONS["rope"].function(REFERENCE))
+        return SplitThenRotate(bound)
+
+    def activation(self, config: TransformerConfig) -> Slot:
+        squared = activation_operation(config) == "squared_relu"
+        bound = self("use_fused_weighted_squared_relu" if squared else "bias_activation_fusion", "mlp")
+        if squared:
+            return bound
+        if not config.gated:
+            return partial(bound, activation=config.activation)
+        options = {"clamp": config.activation_func_clamp_value, "fp8_input_store": config.activation_func_fp8_input_store}
+        if config.activation == "swiglu":
+            return partial(bound, **options)
+        act = "gelu_tanh" if config.activation == "geglu" else "quick_gelu"
+        return partial(bound, act=act, offset=config.glu_linear_offset, **options)

@@ -15,7 +15,7 @@ from models.tensor_parallel.params import TensorParallel
 
 @dataclass(frozen=True)
 class MLPSubmodules:
-    """The slots of the MLP; `bias_activation(x, bias, activation)`."""
+    """The slots of the MLP; `bias_activation(x, bias)`, x [..., f/t] or, gated, [..., 2 f/t] with the gate first."""
 
     linear_fc1: Slot
     bias_activation: Slot
@@ -27,11 +27,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: TransformerConfig, submodules: MLPSubmodules, tp: TensorParallel, device: torch.device):
         super().__init__()
-        self.activation = config.activation
         self.linear_fc1 = build_module(
             submodules.linear_fc1,
             config.hidden_size,
-            (config.ffn_size,),
+            (config.ffn_size, 2) if config.gated else (config.ffn_size,),
             bias=config.add_bias_linear,
             init_std=config.init_method_std,
             tp=tp,
@@ -50,5 +49,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Output:
         """fc2(activation(fc1(x) + bias))."""
-        inner, bias = self.linear_fc1(x)  # [s, b, f/t]
-        return self.linear_fc2(self.bias_activation(inner, bias, self.activation))
+        inner, bias = self.linear_fc1(x)  # [s, b, f/t], or [s, b, 2 f/t]
+        return self.linear_fc2(self.bias_activation(inner, bias))

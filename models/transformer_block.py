@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from configs.transformer import TransformerConfig
-from models.attention import Rotary
+from models.rotary import Rotary
 from models.spec import ModuleSpec, Slot, build_module
 from models.tensor_parallel.params import TensorParallel
 from models.transformer_layer import DropoutContext
@@ -42,6 +43,9 @@ class TransformerBlock(nn.Module):
         self, hidden: Tensor, attention_mask: Tensor | None, rotary: Rotary | None, dropout: DropoutContext | None
     ) -> Tensor:
         """All layers in turn, then the final norm."""
-        for layer in self.layers:
-            hidden = layer(hidden, attention_mask, rotary, dropout)
-        return self.final_layernorm(hidden)
+        layers: list[Any] = list(self.layers)
+        norms = [*(layer.input_layernorm for layer in layers[1:]), self.final_layernorm]
+        normalised = layers[0].input_layernorm(hidden)
+        for layer, next_norm in zip(layers, norms, strict=True):
+            hidden, normalised = layer(hidden, normalised, next_norm, attention_mask, rotary, dropout)
+        return normalised

@@ -1,7 +1,9 @@
-"""One transformer layer, pre-norm: every sub-block returns (output, bias) and its slot adds both to the residual."""
+"""One transformer layer, pre-norm: every sub-block returns (output, bias), and its slot adds both to the residual and
+normalises the sum for what comes next."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,21 +11,22 @@ from torch import Tensor, nn
 
 from configs.transformer import TransformerConfig
 from fusions.random import DropoutKeys, MaskKey
-from models.attention import Rotary
+from models.norm import Norm
+from models.rotary import Rotary
 from models.spec import Slot, build_module
 from models.tensor_parallel.params import TensorParallel
 
 
 @dataclass(frozen=True)
 class TransformerLayerSubmodules:
-    """The slots of a layer; a bda slot is `f(x, bias, residual, prob, training, mask_key)`."""
+    """The slots of a layer. An add slot is `f(x, bias, residual, norm, prob, training, mask_key) -> (sum, norm(sum))`."""
 
     input_layernorm: Slot
     self_attention: Slot
-    self_attn_bda: Slot
+    self_attn_add: Slot
     pre_mlp_layernorm: Slot
     mlp: Slot
-    mlp_bda: Slot
+    mlp_add: Slot
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,52 @@ class DropoutContext:
         return self.keys.attention(site, self.heads, self.seq_length)
 
 
+@dataclass(frozen=True)
+class AddThenNorm:
+    """The two operations one after the other. `bda(x, bias, residual, prob, training, mask_key)`."""
+
+    bda: Callable[..., Tensor]
+
+    def __call__(  # noqa: D102  said by the slot
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        norm: Norm,
+        prob: float,
+        training: bool,
+        mask_key: MaskKey | None,
+    ) -> tuple[Tensor, Tensor]:
+        total = self.bda(x, bias, residual, prob, training, mask_key)
+        return total, norm(total)
+
+
+@dataclass(frozen=True)
+class AddAndNorm:
+    """The two as one operation: `residual_norm` of fusions/fused_residual_norm.py."""
+
+    residual_norm: Callable[..., tuple[Tensor, Tensor]]
+
+    def __call__(  # noqa: D102  said by the slot
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        norm: Norm,
+        prob: float,
+        training: bool,
+        mask_key: MaskKey | None,
+    ) -> tuple[Tensor, Tensor]:
+        weight, norm_bias = norm.weights(residual.dtype)
+        options = {"prob": prob, "training": training, "eps": norm.eps, "rms": not norm.has_bias, "mask_key": mask_key}
+        return self.residual_norm(x, bias, residual, weight, norm_bias, **options)
+
+
 class TransformerLayer(nn.Module):
-    """hidden [s, b, h] (or [s/t, b, h]) -> the same shape. `layer_number` counts from 1."""
+    """hidden [s, b, h] (or [s/t, b, h]) and its norm -> the next hidden and its norm. `layer_number` counts from 1.
+
+    The first norm, `input_layernorm`, is called by whoever comes before: the layer before adds and normalises in one slot.
+    """
 
     def __init__(
         self,
@@ -62,21 +109,28 @@ class TransformerLayer(nn.Module):
         self.first_site = 1 + DropoutContext.SITES_PER_LAYER * (layer_number - 1)
         self.input_layernorm = build_module(submodules.input_layernorm, config, tp=tp, device=device)
         self.self_attention = build_module(submodules.self_attention, config, layer_number, tp=tp, device=device)
-        self.self_attn_bda = build_module(submodules.self_attn_bda)
+        self.self_attn_add = build_module(submodules.self_attn_add)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, config, tp=tp, device=device)
         self.mlp = build_module(submodules.mlp, config, tp=tp, device=device)
-        self.mlp_bda = build_module(submodules.mlp_bda)
+        self.mlp_add = build_module(submodules.mlp_add)
 
     def forward(
-        self, hidden: Tensor, attention_mask: Tensor | None, rotary: Rotary | None, dropout: DropoutContext | None
-    ) -> Tensor:
-        """Attention and MLP, each with its norm before and its residual after."""
+        self,
+        hidden: Tensor,
+        normalised: Tensor,
+        next_norm: Norm,
+        attention_mask: Tensor | None,
+        rotary: Rotary | None,
+        dropout: DropoutContext | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention and MLP, each with its residual and the norm that follows; `next_norm` is the next layer's first."""
         attention_key = attn_key = mlp_key = None
         if dropout is not None:
             attention_key = dropout.attention(self.first_site) if self.attention_dropout > 0 else None
             if self.hidden_dropout > 0:
                 attn_key, mlp_key = dropout.hidden(self.first_site + 1), dropout.hidden(self.first_site + 2)
-        out, bias = self.self_attention(self.input_layernorm(hidden), attention_mask, rotary, attention_key)
-        hidden = self.self_attn_bda(out, bias, hidden, self.hidden_dropout, self.training, attn_key)
-        out, bias = self.mlp(self.pre_mlp_layernorm(hidden))
-        return self.mlp_bda(out, bias, hidden, self.hidden_dropout, self.training, mlp_key)
+        prob, training = self.hidden_dropout, self.training
+        out, bias = self.self_attention(normalised, attention_mask, rotary, attention_key)
+        hidden, normalised = self.self_attn_add(out, bias, hidden, self.pre_mlp_layernorm, prob, training, attn_key)
+        out, bias = self.mlp(normalised)
+        return self.mlp_add(out, bias, hidden, next_norm, prob, training, mlp_key)

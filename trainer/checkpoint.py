@@ -31,7 +31,7 @@ MARKER, STATE = "complete.json", "state.json"
 # Keys that must be the same for a resume to mean anything, and keys that decide which data comes next.
 _ARCHITECTURE = ("model.", "transformer.num_", "transformer.hidden_size", "transformer.ffn_hidden_size", "transformer.head_dim",
                  "transformer.normalization", "transformer.layernorm_", "transformer.activation", "transformer.add_bias_linear",
-                 "transformer.window_size")  # fmt: skip
+                 "transformer.window_size", "transformer.softmax_type", "transformer.glu_linear_offset")  # fmt: skip
 _DATA_ORDER = ("data.seq_length", "data.train", "training.seed", "training.global_batch_size")
 _IRRELEVANT = ("run.", "checkpoint.", "logging.", "data.cache_directory", "parallel.timeout_seconds")
 

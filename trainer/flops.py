@@ -12,7 +12,7 @@ def flops_per_token(config: RunConfig) -> int:
     """FLOPs of training on one token at the configured sequence length."""
     tf, h = config.transformer, config.transformer.hidden_size
     n, g, d = tf.num_attention_heads, tf.query_groups, tf.head_size
-    projections = h * (n + 2 * g) * d + n * d * h + 2 * h * tf.ffn_size
+    projections = h * (n + 2 * g) * d + n * d * h + (3 if tf.gated else 2) * h * tf.ffn_size
     attention = 2 * n * d * config.data.seq_length
     multiply_adds = tf.num_layers * (projections + attention) + h * config.model.padded_vocab_size
     return 6 * multiply_adds
@@ -28,8 +28,10 @@ def num_parameters(config: RunConfig) -> int:
     tf, m, h = config.transformer, config.model, config.transformer.hidden_size
     n, g, d, f = tf.num_attention_heads, tf.query_groups, tf.head_size, tf.ffn_size
     norm = h * (2 if tf.normalization == "LayerNorm" else 1)
-    biases = (n + 2 * g) * d + f + 2 * h if tf.add_bias_linear else 0
-    layer = h * (n + 2 * g) * d + n * d * h + 2 * h * f + biases + 2 * norm
+    up = 2 * f if tf.gated else f
+    biases = (n + 2 * g) * d + up + 2 * h if tf.add_bias_linear else 0
+    sinks = n if tf.softmax_type == "learnable" else 0
+    layer = h * (n + 2 * g) * d + n * d * h + h * (up + f) + biases + sinks + 2 * norm
     embeddings = m.padded_vocab_size * h * (1 if m.share_embeddings_and_output_weights else 2)
     positions = m.max_position_embeddings * h if m.position_embedding_type == "learned_absolute" else 0
     return tf.num_layers * layer + norm + embeddings + positions
@@ -50,7 +52,7 @@ def memory_estimate_gib(config: RunConfig) -> dict[str, float]:
     # Kept for the backward of one layer: norm inputs and outputs and dropout masks on the residual stream; q, k, v and the
     # context; the MLP's two inner tensors; attention weights before and after dropout, and its mask.
     stream = s * b * h * (6 * size + 2) * shared
-    heads = s * b * (2 * qkv + tf.num_attention_heads * tf.head_size + 3 * f) * size / t
+    heads = s * b * (2 * qkv + tf.num_attention_heads * tf.head_size + (4 if tf.gated else 3) * f) * size / t
     scores = 0.0
     if tf.attention_backend == "unfused":
         scores = b * tf.num_attention_heads * s * s * (2 * size + (1 if tf.attention_dropout else 0)) / t

@@ -2,66 +2,104 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from configs.run import OptimizerConfig
+from fusions.catalogue import OPERATIONS
+from fusions.fused_adam import Group, Update
+from fusions.registry import REFERENCE, Counters, FusionPlan
+from models.fusion_sites import OPTIMIZER_FLAG
+from trainer.gradients import local_gradient
+
+
+@dataclass
+class _State:
+    """AdamW's state of one parameter, placed as the parameter is."""
+
+    step: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
 
 
 class Optimizer:
-    """PyTorch's AdamW in its fused form; clipping and the skip of a step happen inside its one pass.
+    """AdamW by the backend the plan chose; clipping and the skip of a step happen inside its one pass.
 
     Matrices and embeddings decay; every parameter of one dimension (norms, biases) does not. State exists from the start,
     so that a checkpoint is complete at any iteration.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig):
+    def __init__(self, model: nn.Module, config: OptimizerConfig, plan: FusionPlan, counters: Counters):
         named = list(model.named_parameters())
         self.names = {id(parameter): name for name, parameter in named}
         self.parameters = [parameter for _, parameter in named]
-        self.clip_grad = config.clip_grad
-        decay = [p for p in self.parameters if p.dim() >= 2]
-        no_decay = [p for p in self.parameters if p.dim() < 2]
-        groups = [{"params": decay, "weight_decay": config.weight_decay}, {"params": no_decay, "weight_decay": 0.0}]
-        betas = (config.betas[0], config.betas[1])
-        self.adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=config.learning_rate, betas=betas, eps=config.eps, fused=True
-        )
-        for parameter in self.parameters:
-            self.adamw.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        self.config, self.betas = config, (config.betas[0], config.betas[1])
+        decision = plan.decision(OPTIMIZER_FLAG, "optimizer")
+        self.update: Update = OPERATIONS[decision.operation].function(decision.runs)
+        self.fused = decision.runs != REFERENCE
+        self.counts = counters.site(OPTIMIZER_FLAG, "optimizer")
+        self.states = {
+            id(p): _State(
+                torch.zeros((), dtype=torch.float32, device=p.device),
+                torch.zeros_like(p, requires_grad=False),
+                torch.zeros_like(p, requires_grad=False),
+            )
+            for p in self.parameters
+        }
+        matrices = [p for p in self.parameters if p.dim() >= 2]
+        vectors = [p for p in self.parameters if p.dim() < 2]
+        decays = ((matrices, config.weight_decay), (vectors, 0.0))
+        self.groups = [(group, decay) for group, decay in decays if group]
 
     def describe(self) -> str:
         """How many tensors and elements decay and don't."""
-        words = []
-        for group in self.adamw.param_groups:
-            count, elements = len(group["params"]), sum(p.numel() for p in group["params"])
-            words.append(f"{count} tensors, {elements:,} elements, weight decay {group['weight_decay']}")
+        words = [
+            f"{len(group)} tensors, {sum(p.numel() for p in group):,} elements, weight decay {decay}"
+            for group, decay in self.groups
+        ]
         return "AdamW: " + "; ".join(words)
 
+    @torch.no_grad()
     def step(self, learning_rate: float, norm: Tensor, skip: Tensor) -> None:
         """One update. Gradients are scaled to a global norm of at most clip_grad; nothing changes where `skip` is 1.
 
         `norm` and `skip` are fp32 scalars on the device: nothing is read on the host.
         """
-        for group in self.adamw.param_groups:
-            group["lr"] = learning_rate
-        # The names are those of GradScaler's contract with fused optimizers: gradients are divided by grad_scale.
-        scale = torch.clamp((norm + 1e-6) / self.clip_grad, min=1.0) if self.clip_grad > 0 else torch.ones_like(norm)
-        self.adamw.grad_scale, self.adamw.found_inf = scale, skip  # pyright: ignore[reportAttributeAccessIssue]
-        self.adamw.step()
+        clip = self.config.clip_grad
+        scale = torch.clamp((norm + 1e-6) / clip, min=1.0) if clip > 0 else torch.ones_like(norm)
+        for parameters, decay in self.groups:
+            states = [self.states[id(p)] for p in parameters]
+            group = Group(
+                [_local(p) for p in parameters],
+                [local_gradient(p) for p in parameters],
+                [_local(state.exp_avg) for state in states],
+                [_local(state.exp_avg_sq) for state in states],
+                [state.step for state in states],
+                decay,
+            )
+            self.update(group, learning_rate, self.betas, self.config.eps, scale, skip)
+        if self.fused:
+            self.counts.fused += 1
+        else:
+            self.counts.reference += 1
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self.adamw.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """The state's tensors under `optimizer.<kind>.<parameter>`, the live ones: loading writes into them."""
         return {
             f"optimizer.{kind}.{self.names[id(p)]}": value
             for p in self.parameters
-            for kind, value in self.adamw.state[p].items()
+            for kind, value in vars(self.states[id(p)]).items()
         }
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -18,6 +18,8 @@ from models.gpt import GPTModel
 from models.init import initialise
 from models.layer_specs import gpt_spec
 from models.tensor_parallel.params import TensorParallel
+from trainer.auto import auto_times
+from trainer.checkpoint import find_checkpoint, read_state
 from trainer.log import Log, show_plan
 from trainer.meshes import agree, pick_device, start_processes, world_size
 from trainer.optimizer import Optimizer
@@ -59,11 +61,14 @@ def start(loaded: LoadedConfig, log: Log) -> tuple[torch.device, TensorParallel]
 def build_job(loaded: LoadedConfig, device: torch.device, tp: TensorParallel, log: Log) -> Job:
     """Everything up to the first step. Raises FusionError, UserError."""
     config = loaded.config
-    plan = fusion_plan(config, probe(device.type))
+    machine = probe(device.type)
+    path = find_checkpoint(config)
+    saved_plan = read_state(path)["fusion_plan"] if path else {}
+    plan = fusion_plan(config, machine, auto_times(config, machine, device, saved_plan, log))
     agree("the fusion plan", plan.hash())
     agree("the configuration", json.dumps(config.model_dump(), sort_keys=True))
     model, counters = build_model(config, plan, tp, device)
-    optimizer = Optimizer(model, config.optimizer)
+    optimizer = Optimizer(model, config.optimizer, plan, counters)
     gemm_rate = measure_gemm_rate(device, PRECISIONS[config.training.precision])
     return Job(loaded, device, tp, plan, counters, model, optimizer, gemm_rate, log)
 

@@ -6,6 +6,7 @@ Shapes: s sequence, b micro-batch, t tensor-parallel size; [s/t, ...] only under
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -13,16 +14,19 @@ from torch import Tensor
 
 from models.init import constant, normal
 from models.tensor_parallel import regions
-from models.tensor_parallel.params import ParallelModule, TensorParallel
+from models.tensor_parallel.params import ParallelModule, ParameterGradient, TensorParallel
 
 Output = tuple[Tensor, Tensor | None]
+Product = Callable[[Tensor, Tensor, ParameterGradient], Tensor]  # the slot's function of a linear
 
 
 class ColumnParallelLinear(ParallelModule):
     """y = x A^T with A split by rows. x [s, b, in] (or [s/t, b, in]) -> y [s, b, out/t].
 
     `output_shape` (its product is `out`) is the shape of the weight before its last dimension; dimension 0 is sharded:
-    (f,) for an MLP, (groups, heads/groups + 2, head_dim) for QKV. The bias is the same, flat.
+    (f,) for an MLP, (f, 2) for a gated one, (groups, heads/groups + 2, head_dim) for QKV. The bias is the same, flat.
+    With (f, 2) the output has the first f/t halves before the second ones: the compute copy is permuted.
+    `product(x, weight [out/t, in], gradient slot)` comes from the fusion plan.
     """
 
     def __init__(
@@ -34,27 +38,32 @@ class ColumnParallelLinear(ParallelModule):
         init_std: float,
         tp: TensorParallel,
         device: torch.device,
+        product: Product,
     ):
         super().__init__(tp, device)
         self.add_parameter("weight", (*output_shape, input_size), normal(init_std), shard_dim=0)
+        self.halves, self.product = len(output_shape) == 2, product
         self.has_bias = bias
         if bias:
             self.add_parameter("bias", (math.prod(output_shape),), constant(0.0), shard_dim=0)
 
     def forward(self, x: Tensor) -> Output:
         """(x A^T, bias [out/t] or None)."""
-        weight = self.local("weight", x.dtype).flatten(0, -2)  # [out/t, in]
-        output = column_parallel_product(x, weight, self.tp)
-        return output, self.local("bias", x.dtype) if self.has_bias else None
+        weight = self.local("weight", x.dtype)
+        bias = self.local("bias", x.dtype) if self.has_bias else None
+        if self.halves:
+            weight = weight.transpose(0, 1)
+            bias = None if bias is None else bias.view(-1, 2).t().flatten()
+        x = gather_for_columns(x, self.tp)
+        slot = ParameterGradient(self.get_parameter("weight"))
+        return self.product(x, weight.flatten(0, -2), slot), bias  # [s, b, out/t]
 
 
-def column_parallel_product(x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
-    """x [s, b, in] or [s/t, b, in], weight [out/t, in] -> [s, b, out/t]."""
+def gather_for_columns(x: Tensor, tp: TensorParallel) -> Tensor:
+    """x [s, b, in] or [s/t, b, in] -> [s, b, in], whole on every rank, as a product with a weight split by rows needs it."""
     if tp.sequence_parallel:
-        x = regions.gather_from_sequence_parallel_region(x, tp.group)
-    else:
-        x = regions.copy_to_tensor_parallel_region(x, tp.group)
-    return F.linear(x, weight)
+        return regions.gather_from_sequence_parallel_region(x, tp.group)
+    return regions.copy_to_tensor_parallel_region(x, tp.group)
 
 
 class RowParallelLinear(ParallelModule):
@@ -72,8 +81,10 @@ class RowParallelLinear(ParallelModule):
         init_std: float,
         tp: TensorParallel,
         device: torch.device,
+        product: Product,
     ):
         super().__init__(tp, device)
+        self.product = product
         self.add_parameter("weight", (output_size, input_size), normal(init_std), shard_dim=1)
         self.has_bias = bias
         if bias:
@@ -81,7 +92,7 @@ class RowParallelLinear(ParallelModule):
 
     def forward(self, x: Tensor) -> Output:
         """(sum over ranks of x A^T, bias [out] or None)."""
-        output = F.linear(x, self.local("weight", x.dtype))
+        output = self.product(x, self.local("weight", x.dtype), ParameterGradient(self.get_parameter("weight")))
         if self.tp.sequence_parallel:
             output = regions.reduce_scatter_to_sequence_parallel_region(output, self.tp.group)
         else:

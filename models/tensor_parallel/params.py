@@ -76,3 +76,27 @@ def local_tensor(parameter: Tensor, on_sharded_tokens: bool = False) -> Tensor:
     if on_sharded_tokens and placement.is_replicate():
         placement = Partial()
     return parameter.to_local(grad_placements=[placement])
+
+
+class ParameterGradient:
+    """The gradient slot of a sharded weight, seen as [out/t, in]: for products that add to it themselves."""
+
+    def __init__(self, parameter: nn.Parameter):
+        self.parameter = parameter
+
+    def read(self) -> Tensor | None:
+        """The local gradient so far, as a view; None before the first product of a step."""
+        grad = self.parameter.grad
+        if grad is None:
+            return None
+        local = grad.to_local() if isinstance(grad, DTensor) else grad
+        return local.view(-1, local.shape[-1])
+
+    def write(self, total: Tensor) -> None:
+        """Make `total` the gradient."""
+        parameter = self.parameter
+        if isinstance(parameter, DTensor):
+            local = total.view(parameter.to_local().shape)
+            parameter.grad = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
+        else:
+            parameter.grad = total.view(parameter.shape)

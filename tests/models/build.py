@@ -13,6 +13,7 @@ from fusions.registry import Counters, FusionPlan
 from models.fusion_sites import fusion_plan
 from models.gpt import GPTModel
 from models.tensor_parallel.params import TensorParallel
+from trainer.optimizer import Optimizer
 from trainer.setup import build_model
 
 BASE: dict[str, dict[str, Any]] = {
@@ -39,9 +40,11 @@ def run_config(overrides: dict[str, Any], fused: bool | tuple[str, ...] = False)
         section, name = key.split(".")
         tree[section][name] = value
     for flag in FUSION_FLAGS if fused is True else fused or ():
-        tree["transformer"][flag] = "compile"
-    if tree["transformer"].get("attention_backend") == "sdpa" and "masked_softmax_fusion" in tree["transformer"]:
-        tree["transformer"]["masked_softmax_fusion"] = True
+        tree["transformer"][flag] = True
+    if tree["training"].get("precision") == "bf16" and fused is True:
+        tree["transformer"]["gradient_accumulation_fusion"] = False  # an obstacle on a CPU
+    if fused:
+        tree["transformer"]["strict_fusions"] = True  # what is asked for runs, or the plan is an error
     config = RunConfig.model_validate(tree)
     assert config.problems() == [], config.problems()
     return config
@@ -51,6 +54,11 @@ def build(config: RunConfig, plan: FusionPlan | None = None, tp: TensorParallel 
     """The model with its initial weights."""
     plan = plan or fusion_plan(config, probe("cpu"))
     return build_model(config, plan, tp or TensorParallel(), torch.device("cpu"))
+
+
+def optimizer_of(config: RunConfig, model: GPTModel) -> Optimizer:
+    """The configured optimizer, with counters of its own."""
+    return Optimizer(model, config.optimizer, fusion_plan(config, probe("cpu")), Counters())
 
 
 def tokens_of(config: RunConfig, samples: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,16 +10,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from configs.run import RunConfig
 from configs.transformer import FUSION_FLAGS
+from fusions.fused_rope import reference as apply_rotary
 from fusions.machine import Machine
 from fusions.random import DropoutKeys, site_words
-from models.attention import Rotary
 from models.fusion_sites import fusion_plan
 from models.gpt import GPTModel
-from models.rotary import RotaryTables, apply_rotary
+from models.rotary import RotaryTables
 from models.tensor_parallel.params import TensorParallel
-from tests.models.build import build, run_config, tokens_of
+from tests.models.build import build, optimizer_of, run_config, tokens_of
 from trainer.flops import flops_per_token, num_parameters
-from trainer.optimizer import Optimizer
 
 VARIANTS = [
     {},
@@ -127,7 +126,7 @@ def test_N29_labels_are_shifted_once() -> None:
     labels = torch.randint(0, config.model.vocab_size, (1, 8))
     logits = torch.zeros(8, 1, config.model.padded_vocab_size)
     logits[torch.arange(8), 0, labels[0]] = 50.0
-    assert model.output_layer.loss(logits, labels).max() < 1e-6
+    assert model.output_layer.loss_of_logits(logits, labels).max() < 1e-6
 
 
 def test_G10_T10_the_first_loss_is_ln_of_the_vocabulary() -> None:
@@ -199,7 +198,7 @@ def tables(interleaved: bool, dim: int = 4) -> RotaryTables:
 
 @pytest.mark.parametrize(("interleaved", "expected"), [(False, [-1.984111, 1.959901, 2.462378, 4.019800]), (True, [-1.142640, 1.922076, 2.959851, 4.029800])])  # fmt: skip
 def test_N11_pairing(interleaved: bool, expected: list[float]) -> None:
-    rotary = Rotary(*tables(interleaved).at(torch.tensor([[1]])), interleaved)
+    rotary = tables(interleaved).at(torch.tensor([[1]]))
     out = apply_rotary(torch.tensor([1.0, 2, 3, 4]).view(1, 1, 1, 4), rotary.cos, rotary.sin, interleaved)
     torch.testing.assert_close(out.flatten(), torch.tensor(expected), atol=1e-5, rtol=0)
 
@@ -208,10 +207,11 @@ def test_N10_tables_stay_fp32_and_N13_dtype_in_is_dtype_out() -> None:
     config = run_config({"model.position_embedding_type": "rope", "model.max_position_embeddings": 512})
     model, _ = build(config)
     model.bfloat16()
-    cos = model.rotary_tables.at(torch.tensor([[256, 257, 258]]))[0][:, 0, 0, 0]
+    cos = model.rotary_tables.at(torch.tensor([[256, 257, 258]])).cos[:, 0, 0, 0]
     torch.testing.assert_close(cos, torch.tensor([-0.0398, 0.8193, 0.9251]), atol=1e-4, rtol=0)
     x = torch.randn(3, 1, 2, 8, dtype=torch.bfloat16)
-    cos, sin = model.rotary_tables.at(torch.tensor([[256, 257, 258]]))
+    rotary = model.rotary_tables.at(torch.tensor([[256, 257, 258]]))
+    cos, sin = rotary.cos, rotary.sin
     assert apply_rotary(x, cos, sin, False).dtype == torch.bfloat16
 
 
@@ -219,7 +219,7 @@ def test_partial_rotary_leaves_the_rest() -> None:
     config = run_config({"model.position_embedding_type": "rope", "model.rotary_percent": 0.5})
     table = RotaryTables(config.model, config.transformer, torch.device("cpu"))
     x = torch.randn(8, 2, 3, 8)
-    cos, sin = table.at(torch.arange(8)[None])
+    cos, sin = table.at(torch.arange(8)[None]).cos, table.at(torch.arange(8)[None]).sin
     out = apply_rotary(x, cos, sin, False)
     assert torch.equal(out[..., 4:], x[..., 4:]) and not torch.equal(out[1:, ..., :4], x[1:, ..., :4])
 
@@ -262,7 +262,7 @@ def test_N30_only_matrices_decay(kind: str, fused: bool) -> None:
         {"transformer.normalization": kind, "optimizer.weight_decay": 0.5, "optimizer.learning_rate": 0.1}, fused=fused
     )
     model, _ = build(config)
-    optimizer = Optimizer(model, config.optimizer)
+    optimizer = optimizer_of(config, model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -18,12 +18,11 @@ from models.tensor_parallel import regions
 from models.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from models.tensor_parallel.params import TensorParallel
 from tests.distributed import run_ranks
-from tests.models.build import build, run_config
+from tests.models.build import build, optimizer_of, run_config
 from tests.numerics import relative
 from trainer.data.gpt_dataset import make_batch
 from trainer.gradients import reduce_partial_gradients
 from trainer.loop import train_step
-from trainer.optimizer import Optimizer
 
 LOSS_RTOL = GRADIENT_RTOL = 1e-5
 
@@ -35,7 +34,7 @@ def train(overrides: dict[str, Any], fused: bool | tuple[str, ...], iterations: 
     config = run_config(overrides | {"parallel.tensor_parallel_size": size}, fused)
     mesh = init_device_mesh("cpu", (size,)) if size > 1 else None
     model, counters = build(config, tp=TensorParallel(mesh, sp))
-    optimizer = Optimizer(model, config.optimizer)
+    optimizer = optimizer_of(config, model)
     micro, batch_size = config.training.micro_batch_size, config.training.global_batch_size
     generator = torch.Generator().manual_seed(0)
     losses, gradients, initial = [], {}, {n: whole(p) for n, p in model.named_parameters()}
@@ -170,7 +169,7 @@ def _refuses() -> list[str]:
     messages = []
     for call in (
         lambda: model(torch.zeros(1, 32, dtype=torch.long), labels=torch.zeros(1, 32, dtype=torch.long)),
-        lambda: model.output_layer.loss(
+        lambda: model.output_layer.loss_of_logits(
             torch.zeros(4, 1, config.model.padded_vocab_size), torch.zeros(1, 4, dtype=torch.long)
         ),
     ):

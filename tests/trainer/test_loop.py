@@ -148,7 +148,7 @@ def test_L11_C07_what_may_change_is_listed_and_comes_from_the_new_configuration(
         "training.train_iters: 2",
     ):
         assert f"resume: {line}" in out
-    assert built.optimizer.adamw.param_groups[0]["lr"] == 5e-4
+    assert json.loads((tiny / "run/metrics.jsonl").read_text().splitlines()[-1])["learning_rate"] == 5e-4
 
 
 def test_D20_with_the_override_it_goes_on(tiny: Path) -> None:

@@ -1,0 +1,128 @@
+"""A linear layer whose weight gradient is added straight into where gradients are kept, by the product that computes it.
+
+    y = x W^T;   dx = dy W;   total += dy^T x        total: fp32 [out, in], allocated by the first product of a step
+
+Shapes: x [..., in], weight [out, in], y [..., out]. Without it autograd makes the gradient in the compute dtype, then reads and
+writes it and the total once more to add them. Saved for the backward: x and the weight, as F.linear saves them.
+On a GPU the half-precision product is added to the fp32 total in cuBLAS; on a CPU both must be fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusions import apex, transformer_engine
+
+
+class GradientSlot(Protocol):
+    """Where the gradient of one weight is kept."""
+
+    def read(self) -> Tensor | None:
+        """The total so far as [out, in], or None before the first product of a step."""
+
+    def write(self, total: Tensor) -> None:
+        """Keep a new total."""
+
+
+Accumulate = Callable[[Tensor, Tensor, Tensor], None]  # (x [n, in], dy [n, out], total [out, in]): total += dy^T x
+
+
+def reference(x: Tensor, weight: Tensor, slot: GradientSlot) -> Tensor:
+    """The definition: autograd computes the gradient and adds it; `slot` is not used."""
+    return F.linear(x, weight)
+
+
+def addmm(x: Tensor, weight: Tensor, slot: GradientSlot) -> Tensor:
+    """The same with the addition inside torch's own product."""
+    return _Linear.apply(x, weight, slot, add_product)
+
+
+def with_apex(x: Tensor, weight: Tensor, slot: GradientSlot) -> Tensor:
+    """The same with Apex's fused_weight_gradient_mlp_cuda."""
+    return _Linear.apply(x, weight, slot, apex.accumulate_wgrad)
+
+
+def with_transformer_engine(x: Tensor, weight: Tensor, slot: GradientSlot) -> Tensor:
+    """The same with TransformerEngine's accumulating GEMM."""
+    return _Linear.apply(x, weight, slot, transformer_engine.accumulate_wgrad)
+
+
+def add_product(x: Tensor, grad: Tensor, total: Tensor) -> None:
+    """total += grad^T x. Raises RuntimeError for half precision on a CPU, which has no such product."""
+    if total.dtype == x.dtype:
+        total.addmm_(grad.t(), x)
+    elif total.is_cuda:
+        torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
+    else:
+        raise RuntimeError(f"a {x.dtype} product can't be added to {total.dtype} on a CPU; use the reference")
+
+
+class _Linear(torch.autograd.Function):
+    """Saves x and weight. The weight's own gradient is None: it is in the slot, so that nothing adds it twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, slot: GradientSlot, accumulate: Accumulate) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.slot, ctx.accumulate = slot, accumulate
+        return F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = grad @ weight if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[1]:
+            flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+            total = ctx.slot.read()
+            if total is None and x.dtype == torch.float32:
+                ctx.slot.write(flat_grad.t() @ flat_x)
+            else:
+                if total is None:
+                    total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+                    ctx.slot.write(total)
+                ctx.accumulate(flat_x, flat_grad, total)
+        return dx, None, None, None
+
+
+BACKENDS = {
+    "linear_wgrad": {
+        "reference": reference,
+        "addmm": addmm,
+        "apex": with_apex,
+        "transformer_engine": with_transformer_engine,
+    }
+}
+
+
+# ---- Megatron's names -------------------------------------------------------------------------------------------------
+
+
+class _MainGrad:
+    """The slot of a weight that carries `main_grad`, as Megatron's optimizer wants it."""
+
+    def __init__(self, weight: Tensor):
+        self.weight: Any = weight
+
+    def read(self) -> Tensor:
+        self.weight.grad_added_to_main_grad = True
+        return self.weight.main_grad
+
+    def write(self, total: Tensor) -> None:
+        raise RuntimeError("main_grad is allocated by the optimizer")
+
+
+def linear_with_grad_accumulation(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input W^T + bias; the weight's gradient is added to `weight.main_grad` (fp32), and `grad_added_to_main_grad` set.
+
+    Raises AttributeError if the weight has no `main_grad`.
+    """
+    if not hasattr(weight, "main_grad"):
+        raise AttributeError("the weight has no main_grad to accumulate into; set weight.main_grad to a tensor of its shape")
+    y = addmm(input, weight, _MainGrad(weight))
+    return y if bias is None else y + bias
