@@ -46,13 +46,19 @@ def reference(
         hidden = attention_mask if hidden is None else attention_mask | hidden
     if hidden is not None:  # the lowest finite number, not -inf: a row with every key masked stays finite, and is set to 0
         x = x.masked_fill(hidden, torch.finfo(x.dtype).min)
-    probs = torch.softmax(x, -1) if sink is None else SoftmaxOne(-1, sink)(x)
+    probs = torch.softmax(x, -1) if sink is None else _with_sink(x, sink, -1)
     if hidden is not None and (attention_mask is not None or x.shape[-2] > x.shape[-1]):  # only then can a row be empty
         probs = probs.masked_fill(hidden, 0.0)
     probs = probs.to(scores.dtype)
     if dropout_prob > 0:
         probs = dropout(probs, dropout_prob, mask_key or random_mask_key(probs))
     return probs
+
+
+def _with_sink(x: Tensor, sink: Tensor, dim: int) -> Tensor:
+    """The softmax of x [b, n, sq, sk] with one more column, which is then left out."""
+    column = sink.to(x.dtype).reshape(-1, 1, 1).expand(*x.shape[:-1], 1)
+    return torch.softmax(torch.cat([x, column], dim), dim)[..., :-1]
 
 
 def compiled(
@@ -293,9 +299,7 @@ class SoftmaxOne(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Probabilities of x [b, np, sq, sk]."""
-        offset = torch.as_tensor(self.denominator_offset, dtype=x.dtype, device=x.device)
-        column = offset.reshape(-1, 1, 1).expand(*x.shape[:-1], 1) if offset.dim() else offset.expand(*x.shape[:-1], 1)
-        return torch.softmax(torch.cat([x, column], self.dim), self.dim)[..., :-1]
+        return _with_sink(x, torch.as_tensor(self.denominator_offset, dtype=x.dtype, device=x.device), self.dim)
 
 
 class FusedScaleMaskSoftmax(nn.Module):

@@ -1,8 +1,11 @@
-"""How close each fused operation comes to the memory's speed here.  python scripts/bench_fusions.py [--json F] [--rounds 25]
+"""How close each fused operation comes to the memory's speed here, and what it keeps for the backward.
 
-For each operation, forward and backward apart: the bytes it must move, over the time it takes, as a share of the copy
-bandwidth measured in the same rounds; and its speed over the plain reference and over PyTorch's own kernel. All contestants of
-a row take turns in every round; figures are medians of the rounds.
+python scripts/bench_fusions.py [--only NAME] [--backends compile,triton] [--dtype fp32] [--rounds 15] [--json FILE]
+
+For each operation and backend, forward and backward apart: the bytes it must move over the time it takes, as a share of the
+copy bandwidth measured in the same rounds; and its speed over the plain reference and over PyTorch's own kernel. All contestants
+of an operation take turns in every round; figures are medians over the rounds. Bytes: forward, every tensor read or written
+once; backward, the upstream gradients, what was saved, and the gradients written.
 """
 
 from __future__ import annotations
@@ -10,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,140 +22,194 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusions import fused_bias_dropout, fused_bias_gelu, fused_cross_entropy, fused_layer_norm, fused_softmax
-from fusions.random import dropout, random_mask_key
+from fusions.autotune import timed
+from fusions.catalogue import OPERATIONS
+from fusions.machine import probe
+from fusions.registry import Facts, Request
+from fusions.samples import Sample, sample
 from trainer.log import Log
-from trainer.runtime import keep_freed_memory, synchronise
+from trainer.runtime import keep_freed_memory
 
 Call = Callable[[], Any]
+MAIN_COPY = "copy"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One operation: its three implementations as functions of the same inputs, and the tensors it must move."""
+    """One row of the table: an operation with options, its shape, and PyTorch's own form of it, if there is one."""
 
-    name: str
-    inputs: list[Tensor]
-    contestants: dict[str, Callable[..., Tensor]]
-    forward_tensors: float  # tensors of the first input's size read or written, at the least
-    backward_tensors: float
-
-
-def cases(device: torch.device, rows: int, width: int) -> list[Case]:
-    """The operations at `rows` x `width` elements: beyond the last-level cache by default."""
-    x = torch.randn(rows, width, device=device)
-    target = torch.randint(0, width, (rows,), device=device)
-    cross_entropy = Case(
-        "cross entropy",
-        [x],
-        {
-            "fused": lambda x: fused_cross_entropy.compiled(x, target, None),
-            "reference": lambda x: fused_cross_entropy.reference(x, target, None),
-            "pytorch": lambda x: F.cross_entropy(x, target, reduction="none"),
-        },
-        forward_tensors=1,
-        backward_tensors=2,
-    )
-    gelus = [gelu_case(x, activation) for activation in ("gelu_tanh", "gelu")]
-    return [*dropout_cases(x), *gelus, *norm_cases(x), *softmax_cases(device, rows, width), cross_entropy]
+    label: str
+    operation: str
+    shape: tuple[int, ...]
+    options: dict[str, Any]
+    own: Callable[..., Any] | None = None
 
 
-def dropout_cases(x: Tensor) -> list[Case]:
-    """The reference's dropout by itself, and bias + dropout + add."""
-    key, bias, residual = random_mask_key(x), torch.randn_like(x[0]), torch.randn_like(x)
-    alone = {
-        "fused": lambda x: dropout(x, 0.1, key),
-        "reference": lambda x: dropout(x, 0.1, key),
-        "pytorch": lambda x: F.dropout(x, 0.1),
-    }
-    added = {
-        "fused": lambda x, b, r: fused_bias_dropout.compiled(x, b, r, 0.1, True, key),
-        "reference": lambda x, b, r: fused_bias_dropout.reference(x, b, r, 0.1, True, key),
-        "pytorch": lambda x, b, r: r + F.dropout(x + b, 0.1),
-    }
+def cases(rows: int, width: int) -> list[Case]:
+    """The operations at about rows x width elements: beyond the last-level cache by default."""
+    gated, heads = (rows // 2, 2 * width), (rows // 512, 1, 512, width)
+    tokens = (rows // 8, 8, width // 64, 64)
     return [
-        Case("dropout alone (the eager reference's)", [x], alone, 2, 2),
-        Case("bias + dropout + add", [x, bias, residual], added, 3, 2),
+        Case("bias + dropout + add", "bias_dropout_add", (rows, width), {}, own_bias_dropout_add),
+        Case("the same + LayerNorm", "residual_norm", (rows, width), {}, own_residual_norm),
+        Case("the same + RMSNorm", "residual_norm", (rows, width), {"normalization": "RMSNorm"}, own_residual_norm),
+        Case("bias + gelu_tanh", "bias_gelu", (rows, width), {"activation": "gelu_tanh"}, own_gelu),
+        Case("bias + gelu", "bias_gelu", (rows, width), {"activation": "gelu"}, own_gelu),
+        Case("bias + swiglu", "bias_swiglu", gated, {}, own_swiglu),
+        Case("bias + geglu", "bias_geglu", gated, {}, own_geglu),
+        Case("bias + squared ReLU", "squared_relu", (rows, width), {}, lambda x, b, w: F.relu(x + b).square()),
+        Case("LayerNorm", "layer_norm", (rows, width), {}, lambda x, w, b, e, **_: F.layer_norm(x, x.shape[-1:], w, b, e)),
+        Case("RMSNorm", "rms_norm", (rows, width), {}, lambda x, w, b, e, **_: F.rms_norm(x, x.shape[-1:], w, e)),
+        Case("causal softmax", "scale_mask_softmax", heads, {"causal": True}, own_softmax),
+        Case("causal softmax + dropout", "scale_mask_softmax", heads, {"causal": True, "dropout": 0.1}, own_softmax),
+        Case("RoPE", "rope", tokens, {}),
+        Case("bias + RoPE of packed QKV", "qkv_rope", (rows // 8, 8, width // 192, 192), {"head_dim": 64}),
+        Case("MLA RoPE of the query", "mla_rope_query", tokens, {"emb_dim": 32}),
+        Case("MLA RoPE, key and value", "mla_rope_key_value", (rows // 8, 8, width // 128, 128), {"emb_dim": 32}),
+        Case("cross entropy", "cross_entropy", (rows, width), {}, own_cross_entropy),
+        Case("cross entropy, 32k columns", "cross_entropy", (max(1, rows * width // 32768), 32768), {}, own_cross_entropy),
+        Case("expert indices to multi-hot", "indices_to_multihot", (rows * 8, 64), {"top_k": 8}),
+        Case("routing map padding", "pad_routing_map", (rows * 8, 64), {"multiple": 16}),
+        Case("AdamW", "adamw", (rows * width,), {}),
     ]
 
 
-def gelu_case(x: Tensor, activation: str) -> Case:
-    """bias + one of the GELUs."""
-    own = "tanh" if activation == "gelu_tanh" else "none"
-    contestants = {
-        "fused": lambda x, b: fused_bias_gelu.compiled(x, b, activation),
-        "reference": lambda x, b: fused_bias_gelu.reference(x, b, activation),
-        "pytorch": lambda x, b: F.gelu(x + b, approximate=own),
-    }
-    return Case(f"bias + {activation}", [x, torch.randn_like(x[0])], contestants, 2, 3)
+def own_bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, prob: float, training: bool, **_: Any) -> Tensor:
+    """PyTorch's own operations."""
+    return residual + F.dropout(x + bias, prob)
 
 
-def norm_cases(x: Tensor) -> list[Case]:
-    """LayerNorm and RMSNorm."""
-    weight, bias, width = torch.randn_like(x[0]), torch.randn_like(x[0]), x.shape[-1]
-    layer_norm = {
-        "fused": lambda x, w, b: fused_layer_norm.compiled_layer_norm(x, w, b, 1e-5),
-        "reference": lambda x, w, b: fused_layer_norm.reference_layer_norm(x, w, b, 1e-5),
-        "pytorch": lambda x, w, b: F.layer_norm(x, (width,), w, b),
-    }
-    rms_norm = {
-        "fused": lambda x, w: fused_layer_norm.compiled_rms_norm(x, w, None, 1e-5),
-        "reference": lambda x, w: fused_layer_norm.reference_rms_norm(x, w, None, 1e-5),
-        "pytorch": lambda x, w: F.rms_norm(x, (width,), w, 1e-5),
-    }
-    return [Case("LayerNorm", [x, weight, bias], layer_norm, 2, 3), Case("RMSNorm", [x, weight], rms_norm, 2, 3)]
+def own_residual_norm(x: Tensor, bias: Tensor, residual: Tensor, weight: Tensor, norm_bias: Any, **o: Any) -> Any:
+    """PyTorch's own operations."""
+    total = residual + F.dropout(x + bias, o["prob"])
+    if o["rms"]:
+        return total, F.rms_norm(total, total.shape[-1:], weight, o["eps"])
+    return total, F.layer_norm(total, total.shape[-1:], weight, norm_bias, o["eps"])
 
 
-def softmax_cases(device: torch.device, rows: int, width: int) -> list[Case]:
-    """Causal softmax of scores [rows / 512, 1, 512, width], without and with dropout."""
-    scores = torch.randn(rows // 512, 1, 512, width, device=device)
-    key = random_mask_key(scores)
-    future = torch.ones(512, width, dtype=torch.bool, device=device).triu(width - 511)
-
-    def own(scores: Tensor) -> Tensor:
-        return torch.softmax(scores.masked_fill(future, float("-inf")), -1)
-
-    plain = {
-        "fused": lambda s: fused_softmax.compiled(s, causal=True),
-        "reference": lambda s: fused_softmax.reference(s, causal=True),
-        "pytorch": own,
-    }
-    dropped = {
-        "fused": lambda s: fused_softmax.compiled(s, causal=True, dropout_prob=0.1, mask_key=key),
-        "reference": lambda s: fused_softmax.reference(s, causal=True, dropout_prob=0.1, mask_key=key),
-        "pytorch": lambda s: F.dropout(own(s), 0.1),
-    }
-    return [Case("causal softmax", [scores], plain, 2, 3), Case("causal softmax + dropout", [scores], dropped, 3, 3)]
+def own_gelu(x: Tensor, bias: Tensor, activation: str) -> Tensor:
+    """PyTorch's own kernel."""
+    return F.gelu(x + bias, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def measure(case: Case, rounds: int, device: torch.device) -> list[dict[str, Any]]:
-    """Rows for forward and backward."""
-    source, copy = case.inputs[0], torch.empty_like(case.inputs[0])
-    forward: dict[str, Call] = {"copy": lambda: copy.copy_(source)}
-    backward: dict[str, Call] = {"copy": lambda: copy.copy_(source)}
-    for name, function in case.contestants.items():
-        leaves = [t.clone().requires_grad_() for t in case.inputs]
-        out = function(*leaves)
-        grad = torch.randn_like(out)
-        forward[name] = lambda f=function, leaves=leaves: f(*leaves)
-        backward[name] = lambda o=out, g=grad, leaves=leaves: torch.autograd.grad(o, leaves, g, retain_graph=True)
+def own_swiglu(x: Tensor, bias: Tensor, weights: Any, **_: Any) -> Tensor:
+    """PyTorch's own operations."""
+    gate, linear = (x + bias).chunk(2, -1)
+    return F.silu(gate) * linear
+
+
+def own_geglu(x: Tensor, bias: Tensor, weights: Any, **_: Any) -> Tensor:
+    """PyTorch's own operations."""
+    gate, linear = (x + bias).chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * linear
+
+
+def own_softmax(scores: Tensor, mask: Any, **o: Any) -> Tensor:
+    """PyTorch's own kernel after a masked fill."""
+    sq, sk = scores.shape[-2:]
+    future = torch.ones(sq, sk, dtype=torch.bool, device=scores.device).triu(sk - sq + 1)
+    probs = torch.softmax(scores.masked_fill(future, float("-inf")), -1)
+    return F.dropout(probs, o["dropout_prob"]) if o["dropout_prob"] else probs
+
+
+def own_cross_entropy(logits: Tensor, target: Tensor, group: Any, **_: Any) -> Tensor:
+    """PyTorch's own kernel."""
+    return F.cross_entropy(logits, target, reduction="none")
+
+
+@dataclass
+class Contestant:
+    """One implementation, called once: what it needs to be timed, and what it saved."""
+
+    outs: list[Tensor]
+    upstream: list[Tensor]
+    saved_bytes: int
+    forward: Call
+    backward: Call | None
+
+
+def contestant(function: Callable[..., Any], call: Sample) -> Contestant:
+    """Run the forward once, counting the storages that autograd keeps; parameters and inputs count once each."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = function(*call.args, **call.kwargs)
+    outs = [o for o in (result if isinstance(result, tuple) else (result,)) if isinstance(o, Tensor)]
+    flowing, leaves = [o for o in outs if o.requires_grad], call.leaves()
+    upstream = [torch.randn_like(o) for o in flowing]
+
+    def backward() -> Any:
+        return torch.autograd.grad(flowing, leaves, upstream, retain_graph=True, allow_unused=True)
+
+    forward = lambda: function(*call.args, **call.kwargs)  # noqa: E731
+    return Contestant(outs, upstream, sum(storages.values()), forward, backward if flowing else None)
+
+
+def measure(case: Case, dtype: str, backends: list[str], rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """Rows for each backend, forward and backward."""
+    fixed = {"affine": True, "memory_efficient": False, "sink": "vanilla", "interleaved": False, "magnitude": 1.0}
+    facts = Facts(probe(device.type), dtype, 1, False, case.shape, tuple((fixed | case.options).items()))
+    candidates = Request("", "", OPERATIONS[case.operation], True, facts).candidates()
+    names = [n for n in candidates if n == "reference" or not backends or n in backends]
+    functions = {n: OPERATIONS[case.operation].function(n) for n in names} | ({"pytorch": case.own} if case.own else {})
+    call = sample(case.operation, facts, device)
+    contestants = {name: contestant(function, call) for name, function in functions.items()}
+    source = torch.randn(case.shape if case.operation != "adamw" else 1 << 22, device=device)
+    target = torch.empty_like(source)
+    copy = {MAIN_COPY: lambda: target.copy_(source)}
     rows = []
-    for part, calls, tensors in (("forward", forward, case.forward_tensors), ("backward", backward, case.backward_tensors)):
-        times = take_turns(calls, rounds, device)
-        median = {name: statistics.median(values) for name, values in times.items()}
-        floor = statistics.median(c * tensors / 2 / f for c, f in zip(times["copy"], times["fused"], strict=True))
-        rows.append(
-            {
-                "operation": case.name,
-                "part": part,
-                "fused_ms": median["fused"] * 1e3,
-                "gigabytes_per_second": tensors * source.nbytes / median["fused"] / 1e9,
-                "share_of_copy_bandwidth": floor,
-                "over_reference": statistics.median(r / f for r, f in zip(times["reference"], times["fused"], strict=True)),
-                "over_pytorch": statistics.median(p / f for p, f in zip(times["pytorch"], times["fused"], strict=True)),
-            }
-        )
+    for part in ("forward", "backward"):
+        calls: dict[str, Call] = {n: c.forward if part == "forward" else c.backward for n, c in contestants.items()}  # pyright: ignore
+        if any(c is None for c in calls.values()):
+            continue
+        times = take_turns(copy | calls, rounds, device)
+        for name in names:
+            if name != "reference":
+                moved = must_move(part, call, contestants[name], case.operation)
+                rows.append(row(case, part, name, moved, times, 2 * source.nbytes, contestants, call))
     return rows
+
+
+def must_move(part: str, call: Sample, one: Contestant, operation: str) -> int:
+    """Bytes that the operation can't avoid reading or writing."""
+    if operation == "adamw":
+        return 28 * sum(p.numel() for p in call.args[0].parameters)
+    inputs = sum(a.nbytes for a in (*call.args, *call.kwargs.values()) if isinstance(a, Tensor))
+    if part == "forward":
+        return inputs + sum(o.nbytes for o in one.outs)
+    return sum(u.nbytes for u in one.upstream) + one.saved_bytes + sum(leaf.nbytes for leaf in call.leaves())
+
+
+def row(
+    case: Case, part: str, name: str, moved: int, times: dict[str, list[float]], copied: int,
+    contestants: dict[str, Contestant], call: Sample,
+) -> dict[str, Any]:  # fmt: skip
+    """One line of the table."""
+
+    def over(other: str) -> float | None:
+        if other not in times:
+            return None
+        return statistics.median(o / t for o, t in zip(times[other], times[name], strict=True))
+
+    shares = [c * moved / copied / t for c, t in zip(times[MAIN_COPY], times[name], strict=True)]
+    elements = call.leaves()[0].numel() if call.leaves() else 1
+    return {
+        "operation": case.label,
+        "part": part,
+        "backend": name,
+        "ms": statistics.median(times[name]) * 1e3,
+        "gigabytes_per_second": moved / statistics.median(times[name]) / 1e9,
+        "share_of_copy_bandwidth": statistics.median(shares),
+        "over_reference": over("reference"),
+        "over_pytorch": over("pytorch"),
+        "saved_bytes_per_element": contestants[name].saved_bytes / elements,
+        "saved_by_reference": contestants["reference"].saved_bytes / elements,
+        "saved_by_pytorch": contestants["pytorch"].saved_bytes / elements if "pytorch" in contestants else None,
+    }
 
 
 def take_turns(calls: dict[str, Call], rounds: int, device: torch.device) -> dict[str, list[float]]:
@@ -161,53 +217,61 @@ def take_turns(calls: dict[str, Call], rounds: int, device: torch.device) -> dic
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 2):
         for name, call in calls.items() if number % 2 else reversed(calls.items()):
-            synchronise(device)
-            begin = time.perf_counter()
-            result = call()
-            synchronise(device)
+            seconds = timed(call, device)
             if number >= 2:
-                times[name].append(time.perf_counter() - begin)
-            del result
+                times[name].append(seconds)
     return times
 
 
+def show(log: Log, rows: list[dict[str, Any]], title: str) -> None:
+    """The roofline table and the memory table."""
+
+    def times(value: float | None) -> str:
+        return "" if value is None else f"{value:.2f}x"
+
+    header = ("operation", "part", "backend", "ms", "GB/s", "of copy", "over reference", "over PyTorch")
+    cells = [
+        (r["operation"], r["part"], r["backend"], f"{r['ms']:.2f}", f"{r['gigabytes_per_second']:.1f}",
+         f"{r['share_of_copy_bandwidth']:.0%}", times(r["over_reference"]), times(r["over_pytorch"]))
+        for r in rows
+    ]  # fmt: skip
+    log.table(title, header, cells)
+    memory = [
+        (r["operation"], r["backend"], f"{r['saved_bytes_per_element']:.2f}", f"{r['saved_by_reference']:.2f}",
+         "" if r["saved_by_pytorch"] is None else f"{r['saved_by_pytorch']:.2f}")
+        for r in rows if r["part"] == "backward"
+    ]  # fmt: skip
+    log.table(
+        "Kept for the backward, bytes per element of the first input (an input that is kept is counted)",
+        ("operation", "backend", "fused", "reference", "PyTorch"),
+        memory,
+    )
+
+
 def main() -> int:
-    """Measure all cases and print the table."""
+    """Measure all cases and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=4096)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rows", type=int, help="default: 4096 on a CPU, 16384 on a GPU")
+    parser.add_argument("--width", type=int, help="default: 1024 on a CPU, 4096 on a GPU")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], help="default: fp32 on a CPU, bf16 on a GPU")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--backends", default="", help="only these, comma-separated")
     parser.add_argument("--json", help="also write the rows there")
     parser.add_argument("--only", default="", help="only operations whose name contains this")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    log = Log(rank=0)
-    if device.type == "cpu":
+    gpu = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if gpu else "cpu"), arguments.dtype or ("bf16" if gpu else "fp32")
+    rows_, width = arguments.rows or (16384 if gpu else 4096), arguments.width or (4096 if gpu else 1024)
+    log, rows = Log(rank=0), []
+    if not gpu:
         log.line(keep_freed_memory())
-    rows = []
-    for case in cases(device, arguments.rows, arguments.width):
-        if arguments.only in case.name:
-            rows += measure(case, arguments.rounds, device)
-    header = ("operation", "part", "fused ms", "GB/s", "of copy", "over reference", "over PyTorch")
-    cells = [
-        (
-            r["operation"],
-            r["part"],
-            f"{r['fused_ms']:.2f}",
-            f"{r['gigabytes_per_second']:.1f}",
-            f"{r['share_of_copy_bandwidth']:.0%}",
-            f"{r['over_reference']:.2f}x",
-            f"{r['over_pytorch']:.2f}x",
-        )
-        for r in rows
-    ]
-    log.table(
-        f"fp32, {arguments.rows} x {arguments.width}, {torch.get_num_threads()} threads, medians of {arguments.rounds} rounds",
-        header,
-        cells,
-    )
+    for case in cases(rows_, width):
+        if arguments.only in case.label:
+            rows += measure(case, dtype, [b for b in arguments.backends.split(",") if b], arguments.rounds, device)
+    threads = "" if gpu else f", {torch.get_num_threads()} threads"
+    show(log, rows, f"{dtype}, {rows_} x {width}{threads}, medians of {arguments.rounds} rounds")
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
+        Path(arguments.json).write_text(json.dumps({"torch": torch.__version__, "dtype": dtype, "rows": rows}, indent=1))
     return 0
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusions import fused_linear_wgrad
 from models.init import constant, normal
 from models.tensor_parallel import regions
 from models.tensor_parallel.params import ParallelModule, ParameterGradient, TensorParallel
@@ -38,7 +39,7 @@ class ColumnParallelLinear(ParallelModule):
         init_std: float,
         tp: TensorParallel,
         device: torch.device,
-        product: Product,
+        product: Product = fused_linear_wgrad.reference,
     ):
         super().__init__(tp, device)
         self.add_parameter("weight", (*output_shape, input_size), normal(init_std), shard_dim=0)
@@ -81,7 +82,7 @@ class RowParallelLinear(ParallelModule):
         init_std: float,
         tp: TensorParallel,
         device: torch.device,
-        product: Product,
+        product: Product = fused_linear_wgrad.reference,
     ):
         super().__init__(tp, device)
         self.product = product

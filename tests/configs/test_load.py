@@ -99,7 +99,7 @@ def test_L02_everything_else_is_refused(base: Path, override: str) -> None:
     "override",
     ["training.precision=off", "transformer.normalization=no", "checkpoint.load=None", "logging.wandb=~",
      'transformer.bias_dropout_fusion="false"', "transformer.bias_dropout_fusion=on", "parallel.sequence_parallel=yes",
-     "transformer.persist_layer_norm=auto"],
+     "transformer.persist_layer_norm=fastest"],
 )  # fmt: skip
 def test_L03_words_are_not_guessed_at(base: Path, override: str) -> None:
     assert override.partition("=")[0] in refuse(base, override)

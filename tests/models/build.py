@@ -56,9 +56,9 @@ def build(config: RunConfig, plan: FusionPlan | None = None, tp: TensorParallel 
     return build_model(config, plan, tp or TensorParallel(), torch.device("cpu"))
 
 
-def optimizer_of(config: RunConfig, model: GPTModel) -> Optimizer:
-    """The configured optimizer, with counters of its own."""
-    return Optimizer(model, config.optimizer, fusion_plan(config, probe("cpu")), Counters())
+def optimizer_of(config: RunConfig, model: GPTModel, counters: Counters | None = None) -> Optimizer:
+    """The configured optimizer."""
+    return Optimizer(model, config.optimizer, fusion_plan(config, probe("cpu")), counters or Counters())
 
 
 def tokens_of(config: RunConfig, samples: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

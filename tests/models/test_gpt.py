@@ -301,7 +301,8 @@ def test_K03_graphs_do_not_grow_with_depth() -> None:
 def test_missing_compiler_runs_the_references() -> None:
     config = run_config({f"transformer.{flag}": True for flag in FUSION_FLAGS})
     plan = fusion_plan(config, Machine("cpu", "no C++ compiler", "2.13"))
-    assert all(d.runs == "reference" and "no C++ compiler" in d.why for d in plan.decisions)
+    asked = [d for d in plan.decisions if d.flag in FUSION_FLAGS and d.flag != "gradient_accumulation_fusion" and not d.note]
+    assert len(asked) >= 8 and all(d.runs == "reference" and "no C++ compiler" in d.why for d in asked)
     assert build(config, plan)[0](tokens_of(config, 1)[0]).shape[0] == config.data.seq_length
 
 

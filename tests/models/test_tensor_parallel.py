@@ -34,7 +34,7 @@ def train(overrides: dict[str, Any], fused: bool | tuple[str, ...], iterations: 
     config = run_config(overrides | {"parallel.tensor_parallel_size": size}, fused)
     mesh = init_device_mesh("cpu", (size,)) if size > 1 else None
     model, counters = build(config, tp=TensorParallel(mesh, sp))
-    optimizer = optimizer_of(config, model)
+    optimizer = optimizer_of(config, model, counters)
     micro, batch_size = config.training.micro_batch_size, config.training.global_batch_size
     generator = torch.Generator().manual_seed(0)
     losses, gradients, initial = [], {}, {n: whole(p) for n, p in model.named_parameters()}
@@ -89,11 +89,55 @@ def test_T01_T08_T09_T11_the_same_training_at_every_size(
     assert len(ranks[0]["replicated"]) > 10
 
 
-@pytest.mark.parametrize("fused", [(flag,) for flag in FUSION_FLAGS] + [True], ids=str)
+# Flags whose operation the plain model doesn't have, and the models that have it.
+OWN_MODEL = {
+    "apply_rope_fusion": {"model.position_embedding_type": "rope", "model.rotary_percent": 0.5},
+    "use_fused_weighted_squared_relu": {"transformer.activation": "squared_relu"},
+}
+
+
+@pytest.mark.parametrize("fused", [(f,) for f in FUSION_FLAGS if f not in OWN_MODEL] + [True], ids=str)
 def test_T02_each_fusion_changes_no_training(fused: bool | tuple[str, ...], unsharded: dict[str, Any]) -> None:
     result = train({}, fused)
     same_training(result, unsharded)
     assert sum(site["fused"] for site in result["counters"].values()) > 0
+
+
+@pytest.mark.parametrize("flag", OWN_MODEL)
+def test_T02_fusions_of_other_models_change_no_training(flag: str) -> None:
+    result = train(OWN_MODEL[flag], (flag,), 5)
+    same_training(result, train(OWN_MODEL[flag], False, 5))
+    assert sum(site["fused"] for site in result["counters"].values()) > 0
+
+
+# Everything that the plain model doesn't have, at once.
+MODERN = {
+    "model.position_embedding_type": "rope", "transformer.fused_single_qkv_rope": True, "transformer.activation": "swiglu",
+    "transformer.normalization": "RMSNorm", "transformer.layernorm_zero_centered_gamma": True,
+    "transformer.softmax_type": "learnable", "transformer.cross_entropy_fusion_impl": "linear",
+    "training.micro_batch_size": 2,  # no clamp: its gradient jumps, so that a rounding can change it
+}  # fmt: skip
+
+
+def test_T02_T17_a_modern_model_fused_and_sharded_is_the_same() -> None:
+    """RoPE on packed QKV, SwiGLU, sinks, RMSNorm, loss from hidden states, accumulation: fused is unfused, tp 2 is tp 1."""
+    expected = train(MODERN, False, 8)
+    fused = train(MODERN, True, 8)
+    same_training(fused, expected)
+    assert {d for d, site in fused["counters"].items() if site["fused"]} >= {
+        "apply_rope_fusion @ self_attention", "cross_entropy_loss_fusion @ output_layer", "bias_activation_fusion @ mlp",
+        "residual_norm_fusion @ mlp_bda + next layernorm", "gradient_accumulation_fusion @ linear_qkv", "optimizer.fusion @ optimizer",
+    }  # fmt: skip
+    for flags in (False, True):
+        for result in run_ranks(2, train, MODERN | {"parallel.sequence_parallel": True}, flags, 8):
+            same_training(result, expected)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_memory_efficient_norm_trains_the_same(kind: str) -> None:
+    plain = {"transformer.normalization": kind}
+    result = train(plain | {"transformer.memory_efficient_layer_norm": True}, ("persist_layer_norm",), 8)
+    same_training(result, train(plain, False, 8))
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
