@@ -17,8 +17,8 @@ def reference(routing_map: Tensor, pad_multiple: int) -> Tensor:
     """The definition, in plain PyTorch."""
     ones = routing_map.bool()
     missing = -ones.sum(0) % pad_multiple  # [e]
-    rank_of_zero = (~ones).cumsum(0)  # 1 for the first zero of a column
-    return (ones | (~ones & (rank_of_zero <= missing))).to(routing_map.dtype)
+    rank_of_zero = (~ones).cumsum(0, dtype=torch.int32)  # 1 for the first zero of a column
+    return (ones | (rank_of_zero <= missing)).to(routing_map.dtype)
 
 
 _compiled = jit_fuser(reference)

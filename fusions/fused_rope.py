@@ -80,7 +80,8 @@ def reference_qkv(
 def split_qkv(mixed: Tensor, head_dim: int) -> QKV:
     """mixed [s, b, g, (n/g + 2) d] -> q [s, b, n, d], k and v [s, b, g, d]."""
     heads = mixed.unflatten(-1, (-1, head_dim))  # [s, b, g, n/g + 2, d]
-    return heads[:, :, :, :-2].flatten(2, 3), heads[:, :, :, -2], heads[:, :, :, -1]
+    q, k, v = heads.split([heads.shape[3] - 2, 1, 1], 3)  # not slices: their backward fills a whole tensor with zeros each
+    return q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
 
 
 def compiled_qkv(

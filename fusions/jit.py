@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 _enabled = True
+_graphs: dict[str, int] = {}
 
 
 def enable_jit_fuser() -> None:
@@ -29,7 +30,7 @@ def disable_jit_fuser() -> None:
 def jit_fuser(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled on its first call while the fuser is enabled.
 
-    A graph is specialised to the first shapes; a dimension that changes becomes symbolic in the second graph, so
+    Every graph that is built is counted, see `graphs`. A graph is specialised to the first shapes; a dimension that changes becomes symbolic in the second graph, so
     changing lengths cost one recompile, not one each. The recompile limit raises instead of going back to eager.
     """
     compiled: Callable[..., Any] | None = None
@@ -41,10 +42,28 @@ def jit_fuser(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         if compiled is None:
             _configure()
-            compiled = torch.compile(function, fullgraph=True)
+            compiled = torch.compile(function, fullgraph=True, backend=_counting(function.__qualname__, function.__module__))
         return compiled(*args, **kwargs)
 
     return call
+
+
+def graphs() -> dict[str, int]:
+    """How many graphs were built since the start for each function, by module.function: more than one means recompiles."""
+    return dict(_graphs)
+
+
+def _counting(name: str, module: str) -> Callable[..., Any]:
+    """Inductor as a backend that counts what it builds."""
+
+    def build(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        key = f"{module.rpartition('.')[2]}.{name}"
+        _graphs[key] = _graphs.get(key, 0) + 1
+        return compile_fx(graph, inputs)
+
+    return build
 
 
 @functools.cache

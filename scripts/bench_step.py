@@ -6,7 +6,8 @@ One process (all cores, random tokens) per arm; arms take turns of a few steps, 
 round by round. MFU is against the matrix-product rate that the arm's own process measured at its start.
 
 --serve is one arm by itself, for other benchmarks to drive: it prints `READY {json}`, and for each line `go K` on standard
-input runs K steps and prints `ROWS {"rows": [[seconds, 0, 0, 0], ...], "loss": x}`.
+input runs K steps and prints `ROWS {"rows": [[seconds, 0, 0, 0], ...], "loss": x}`. Started by torchrun, or with RANK and
+WORLD_SIZE set, rank 0 speaks and the others follow.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 from configs.load import load_config
 from configs.section import ConfigError
 from configs.transformer import FUSION_FLAGS
+from trainer.auto import broadcast
 from trainer.compare.statistics import paired_ratio
 from trainer.flops import flops_per_iteration
 from trainer.log import Log
@@ -38,16 +40,13 @@ def serve(config_path: str, overrides: list[str], keep_memory: bool) -> None:
     import torch
 
     import trainer.setup as setup
-    from models.tensor_parallel.params import TensorParallel
     from trainer.data.gpt_dataset import make_batch
     from trainer.loop import train_step
-    from trainer.runtime import keep_freed_memory, synchronise
+    from trainer.runtime import synchronise
 
-    loaded = load_config(config_path, overrides)
-    if keep_memory:
-        keep_freed_memory()
-    device = torch.device("cuda" if torch.cuda.is_available() and loaded.config.run.device != "cpu" else "cpu")
-    job = setup.build_job(loaded, device, TensorParallel(), Log(rank=1))
+    loaded, silent = load_config(config_path, overrides), Log(rank=1)
+    device, tp = setup.start(loaded, silent, keep_memory)
+    job = setup.build_job(loaded, device, tp, silent)
     config, generator, iteration = loaded.config, torch.Generator().manual_seed(0), 0
     micro, size = config.training.micro_batch_size, config.training.global_batch_size
 
@@ -70,11 +69,17 @@ def serve(config_path: str, overrides: list[str], keep_memory: bool) -> None:
         step()
     warmup = time.perf_counter() - begin
     fused = sum(site["fused"] for site in job.counters.as_dict().values())
+    if tp.rank > 0:  # does as rank 0 is told
+        while (steps := broadcast(0)) > 0:
+            for _ in range(steps):
+                step()
+        return
     facts = {"first_step_s": first, "warmup_s": warmup, "gemm_rate": job.gemm_rate, "fused_calls": fused}
     print("READY " + json.dumps(facts), flush=True)
     for line in sys.stdin:
-        rows = [step() for _ in range(int(line.split()[1]))]
+        rows = [step() for _ in range(broadcast(int(line.split()[1])))]
         print("ROWS " + json.dumps({"rows": [[seconds, 0, 0, 0] for seconds, _ in rows], "loss": rows[-1][1]}), flush=True)
+    broadcast(0)
 
 
 class Arm:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from configs.run import RunConfig
+from fusions import jit
 from fusions.random import DropoutKeys, site_words
 from models.gpt import GPTModel
 from trainer.checkpoint import compare_configs, find_checkpoint, load_tensors, read_state, refuse_to_mix, save_checkpoint
@@ -164,6 +165,10 @@ def _finish(job: Job, metrics: Metrics) -> None:
         for (flag, site), counts in job.counters.sites.items()
     ]
     log.table("Calls of each fusion site", ("fusion", "site", "fused", "reference", "fallbacks"), rows)
+    built = jit.graphs()
+    again = {name: number - 1 for name, number in built.items() if number > 1}
+    words = f" ({', '.join(f'{name} {number}' for name, number in sorted(again.items()))})" if again else ""
+    log.line(f"compiled graphs {sum(built.values())}, of which recompiles {sum(again.values())}{words}")
     trained = metrics.median_iteration_ms()
     if trained is not None:
         for decision in job.counters.never_called(job.plan):

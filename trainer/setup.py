@@ -46,11 +46,11 @@ class Job:
         return self.loaded.config
 
 
-def start(loaded: LoadedConfig, log: Log) -> tuple[torch.device, TensorParallel]:
+def start(loaded: LoadedConfig, log: Log, keep_memory: bool = True) -> tuple[torch.device, TensorParallel]:
     """Allocator, device, process group: what a process does once, whatever it builds afterwards."""
     machine = probe(loaded.config.run.device)
     if machine.device == "cpu":
-        note = keep_freed_memory()
+        note = keep_freed_memory() if keep_memory else "default allocator settings"
         torch.set_num_threads(_threads_per_process())
         log.line(f"cpu, {world_size()} process(es) of {torch.get_num_threads()} thread(s); {note}")
     device = pick_device(machine.device)
