@@ -30,8 +30,9 @@ def disable_jit_fuser() -> None:
 def jit_fuser(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled on its first call while the fuser is enabled.
 
-    Every graph that is built is counted, see `graphs`. A graph is specialised to the first shapes; a dimension that changes becomes symbolic in the second graph, so
-    changing lengths cost one recompile, not one each. The recompile limit raises instead of going back to eager.
+    A graph is specialised to the first shapes; a dimension that changes becomes symbolic in the second graph, so changing
+    lengths cost one recompile, not one each. Every graph that is built is counted, see `graphs`. The recompile limit raises
+    instead of going back to eager.
     """
     compiled: Callable[..., Any] | None = None
 

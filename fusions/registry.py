@@ -104,9 +104,10 @@ class Request:
         return f"{self.operation.name} [{shape} {facts.dtype}] {options}"
 
     def candidates(self) -> list[str]:
-        """The backends without an obstacle, best first, and the reference."""
-        fine = [b.name for b in self.operation.preferred(self.facts.machine) if not b.all_obstacles(self.facts)]
-        return [*fine, REFERENCE]
+        """What is worth measuring: the backends without an obstacle, best first, but not an interpreter; and the reference."""
+        machine = self.facts.machine
+        fine = [b.name for b in self.operation.preferred(machine) if not b.all_obstacles(self.facts)]
+        return [*(name for name in fine if name != "triton" or machine.device == "cuda"), REFERENCE]
 
 
 @dataclass(frozen=True)
