@@ -7,7 +7,8 @@ Each is u * gate(u); a gated one multiplies the first half of the last dimension
             [u1 | u2] = x + bias
 
 `bias` [width of x] or None; `weights` [..., 1] (one factor per token) or None; the clamp c comes after the bias, and its
-gradient is that of torch.clamp (1 at the bound). Half precision is computed in fp32 and rounded once, at the end.
+gradient is that of torch.clamp (1 at the bound). Half precision is computed in fp32 and rounded once, at the end; the
+gradient of the weights is that of the rounded activation, as it is when the product with them is an operation of its own.
 Saved for the backward, per element of x: x itself, or 1 byte (float8_e4m3fn, without a scale) with `fp8_input_store`.
 """
 
@@ -107,7 +108,7 @@ def _backward_kernel(
     if not gated:
         gate, slope = gate_and_slope(u, act)
         if weights is not None:
-            dweights = (g * u * gate).sum(-1, keepdim=True).to(weights.dtype)
+            dweights = (g * wide((u * gate).to(x.dtype))).sum(-1, keepdim=True).to(weights.dtype)
             g = g * weights
         du = g * (gate + u * slope)
         sums = block_sums(du, block) if block else None
@@ -120,7 +121,7 @@ def _backward_kernel(
     gate, slope = gate_and_slope(first, act)
     activated = first * gate
     if weights is not None:
-        dweights = (g * activated * linear).sum(-1, keepdim=True).to(weights.dtype)
+        dweights = (g * wide((activated * linear).to(x.dtype))).sum(-1, keepdim=True).to(weights.dtype)
         g = g * weights
     dfirst, dsecond = g * linear * (gate + first * slope), g * activated
     if clamp is not None:

@@ -122,23 +122,22 @@ def drop_rule(x: Tensor, first: Tensor, second: Tensor, prob: float) -> tuple[Te
 def _forward_dropout(
     x: Tensor, bias: Any, residual: Tensor, counters: Tensor, first: Tensor, second: Tensor, threshold: Tensor, scale: float
 ) -> Tensor:
-    if bias is not None:
-        x = x + bias
+    v = wide(x) if bias is None else wide(x) + bias
     keep = keep_mask_expression(counters, first, second, threshold)
-    return residual + torch.where(keep, x * scale, 0.0)
+    return (residual + torch.where(keep, v * scale, 0.0)).to(residual.dtype)
 
 
 @jit_fuser
 def _backward_dropout(
     grad: Tensor, counters: Tensor, first: Tensor, second: Tensor, threshold: Tensor, scale: float, block: int
 ) -> tuple[Tensor, Tensor | None]:
-    dx = torch.where(keep_mask_expression(counters, first, second, threshold), grad * scale, 0.0)
-    return dx, block_sums(wide(dx), block) if block else None
+    dx = torch.where(keep_mask_expression(counters, first, second, threshold), wide(grad) * scale, 0.0)
+    return dx.to(grad.dtype), block_sums(dx, block) if block else None
 
 
 @jit_fuser
 def _forward_no_dropout(x: Tensor, bias: Any, residual: Tensor) -> Tensor:
-    return residual + (x if bias is None else x + bias)
+    return (residual + (wide(x) if bias is None else wide(x) + bias)).to(residual.dtype)
 
 
 def _cast(x: Tensor, bias: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from fusions.autotune import timed
 from fusions.catalogue import OPERATIONS
 from fusions.machine import probe
+from fusions.parity import DEFAULTS
 from fusions.registry import Facts, Request
 from fusions.samples import Sample, sample
 from trainer.log import Log
@@ -66,8 +67,10 @@ def cases(rows: int, width: int) -> list[Case]:
         Case("bias + RoPE of packed QKV", "qkv_rope", (rows // 8, 8, width // 192, 192), {"head_dim": 64}),
         Case("MLA RoPE of the query", "mla_rope_query", tokens, {"emb_dim": 32}),
         Case("MLA RoPE, key and value", "mla_rope_key_value", (rows // 8, 8, width // 128, 128), {"emb_dim": 32}),
-        Case("cross entropy", "cross_entropy", (rows, width), {}, own_cross_entropy),
-        Case("cross entropy, 32k columns", "cross_entropy", (max(1, rows * width // 32768), 32768), {}, own_cross_entropy),
+        *(
+            Case(f"cross entropy, {n // 1024}k columns", "cross_entropy", (rows * width // n, n), {}, own_cross_entropy)
+            for n in (1024, 32768, 131072)
+        ),
         Case("expert indices to multi-hot", "indices_to_multihot", (rows * 8, 64), {"top_k": 8}),
         Case("routing map padding", "pad_routing_map", (rows * 8, 64), {"multiple": 16}),
         Case("AdamW", "adamw", (rows * width,), {}),
@@ -151,8 +154,7 @@ def contestant(function: Callable[..., Any], call: Sample) -> Contestant:
 
 def measure(case: Case, dtype: str, backends: list[str], rounds: int, device: torch.device) -> list[dict[str, Any]]:
     """Rows for each backend, forward and backward."""
-    fixed = {"affine": True, "memory_efficient": False, "sink": "vanilla", "interleaved": False, "magnitude": 1.0}
-    facts = Facts(probe(device.type), dtype, 1, False, case.shape, tuple((fixed | case.options).items()))
+    facts = Facts(probe(device.type), dtype, 1, False, case.shape, tuple((DEFAULTS | case.options).items()))
     candidates = Request("", "", OPERATIONS[case.operation], True, facts).candidates()
     names = [n for n in candidates if n == "reference" or not backends or n in backends]
     functions = {n: OPERATIONS[case.operation].function(n) for n in names} | ({"pytorch": case.own} if case.own else {})

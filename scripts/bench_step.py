@@ -26,6 +26,7 @@ from typing import Any
 from configs.load import load_config
 from configs.section import ConfigError
 from configs.transformer import FUSION_FLAGS
+from fusions.machine import probe
 from trainer.auto import broadcast
 from trainer.compare.statistics import paired_ratio
 from trainer.flops import flops_per_iteration
@@ -159,8 +160,11 @@ def main() -> int:
         return 0
     log, arms = Log(rank=0), []
     try:
-        for name, flags, keep in (("unfused, default allocator", UNFUSED, False), ("unfused", UNFUSED, True),
-                                  ("fused, default allocator", FUSED, False), ("fused", FUSED, True)):  # fmt: skip
+        contestants = [("unfused", UNFUSED, True), ("fused", FUSED, True)]
+        if probe(config.run.device).device == "cpu":  # the allocator settings are glibc's
+            contestants = [("unfused, default allocator", UNFUSED, False), *contestants]
+            contestants.append(("fused, default allocator", FUSED, False))
+        for name, flags, keep in contestants:
             arms.append(Arm(name, arguments.config, [*arguments.overrides, *flags], keep))
         for number in range(arguments.rounds):
             for arm in arms if number % 2 == 0 else reversed(arms):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+OPTIONAL = ("triton", "apex", "transformer_engine")
+
 
 def main() -> int:
     """Probe, measure, print."""
@@ -35,6 +37,7 @@ def main() -> int:
         ),
         ("torch", machine.torch_version),
         ("compile backend", machine.compile_problem or "works"),
+        *((f"{name} backend", machine.import_problem(name) or f"importable, {machine.version(name)}") for name in OPTIONAL),
         *((f"matrix product {name}", f"{rate:,.0f} GFLOP/s") for name, rate in rates.items()),
         ("fastest precision", fastest_precision(device)),
         ("copy bandwidth", f"{measure_copy_bandwidth(device) / 1e9:,.1f} GB/s, read and write counted"),

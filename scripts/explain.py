@@ -96,6 +96,10 @@ def backend_times(config: RunConfig, machine: Machine) -> list[dict[str, Any]]:
             continue
         times = measure(request, torch.device(machine.device))
         backends = {b.name: [str(o) for o in b.all_obstacles(request.facts)] for b in request.operation.backends}
+        for name, why in backends.items():
+            if not why and name not in times:
+                interpreted = name not in request.candidates()
+                why.append("runs only in Triton's interpreter here" if interpreted else "its result isn't the reference's")
         rows[request.key] = {
             "operation": request.operation.name, "shape": list(request.facts.shape), "dtype": request.facts.dtype,
             "sites": [request.site], "times_ms": times, "obstacles": {b: why for b, why in backends.items() if why},

@@ -31,7 +31,7 @@ python scripts/generate.py runs/quickstart --prompt "def " --max-new-tokens 120
 python scripts/generate.py runs/quickstart --prompt "The " --max-new-tokens 60
 
 echo "== fused against unfused"
-flags=(transformer.{bias_dropout,bias_activation,masked_softmax,cross_entropy_loss}_fusion transformer.persist_layer_norm)
+flags=(transformer.{bias_dropout,residual_norm,bias_activation,masked_softmax,cross_entropy_loss}_fusion transformer.persist_layer_norm)
 python scripts/compare.py "$config" "${overrides[@]}" --rounds 8 --steps 3 \
     --arm unfused "${flags[@]/%/=false}" --arm fused "${flags[@]/%/=true}"
 echo

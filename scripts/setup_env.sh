@@ -29,6 +29,10 @@ setup_env() {
             [ "$(uname)" = Darwin ] && build=""
             pip install -q --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu \
                 "torch==$torch_version$build" || return 1
+            # A CUDA build brings its own Triton; beside a CPU build ours is only for Triton's interpreter (Linux).
+            if [ "$(uname)" = Linux ] && [ -n "$extra" ]; then
+                pip install -q --no-deps "triton==3.9.0" || echo "no Triton: its tests are skipped" >&2
+            fi
         fi
     fi
     echo "torch==$torch_version" >.venv/torch-constraint.txt

@@ -13,8 +13,9 @@ import torch
 
 from trainer.data.indexed_dataset import IndexedDatasetBuilder
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-torch.set_num_threads(2)
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # with workers, each has a core
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+torch.set_num_threads(THREADS)
 
 ROOT = Path(__file__).parent.parent
 

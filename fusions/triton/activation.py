@@ -115,7 +115,7 @@ def _backward_kernel(
                 linear = tl.minimum(tl.maximum(raw_second, -clamp), clamp)
             linear = linear + offset
         if WEIGHTS:
-            product = tl.where(mask, g * activated * linear, 0.0)
+            product = tl.where(mask, g * (activated * linear).to(dx_ptr.dtype.element_ty).to(tl.float32), 0.0)
             tl.store(dweights_ptr + rows * tl.num_programs(1) + block, tl.sum(product, 1), mask=rows < num_rows)
             g = g * tl.load(weights_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)[:, None]
         dfirst = g * linear * (gate + first * slope)

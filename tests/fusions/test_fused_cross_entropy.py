@@ -166,3 +166,31 @@ def test_ranks_agree_with_the_whole_and_collectives_are_counted(size: int) -> No
 def test_a_target_outside_the_vocabulary_gives_nan(function) -> None:
     loss = function(torch.randn(4, 8), torch.tensor([5, 6, -1, -100]), None, vocab_size=6)
     assert torch.isfinite(loss[[0, 3]]).all() and torch.isnan(loss[[1, 2]]).all()
+
+
+@pytest.mark.parametrize("function", [ce.reference, ce.compiled], ids=["reference", "compile"])
+def test_N17_the_same_number_with_a_gradient_without_and_in_inference(function) -> None:
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with context():
+            logits = torch.zeros(2, 3).requires_grad_(context is torch.enable_grad)
+            loss = function(logits, torch.tensor([0, 2]), None)
+        torch.testing.assert_close(loss.detach(), torch.full((2,), 1.098612), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("function", [ce.reference, ce.compiled], ids=["reference", "compile"])
+def test_N19_all_labels_ignored_is_zero_loss_and_zero_gradient(function) -> None:
+    logits = torch.randn(4, 5, requires_grad=True)
+    loss = function(logits, torch.full((4,), -100), None, label_smoothing=0.1, z_loss=1e-3)
+    loss.sum().backward()
+    assert loss.tolist() == [0.0] * 4 and logits.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("function", [ce.reference, ce.compiled], ids=["reference", "compile"])
+def test_N27_class_0_counts_and_a_mask_is_applied_per_token(function) -> None:
+    torch.testing.assert_close(
+        function(torch.zeros(1, 2), torch.tensor([0]), None), torch.tensor([0.693147]), atol=1e-6, rtol=0
+    )
+    losses = function(torch.zeros(10, 8), torch.zeros(10, dtype=torch.long), None)
+    mask = torch.zeros(10)
+    mask[3] = 1
+    torch.testing.assert_close((losses * mask).sum() / mask.sum(), torch.tensor(2.0794415))

@@ -104,31 +104,36 @@ def test_N17_the_same_number_with_and_without_a_gradient() -> None:
         torch.testing.assert_close(loss.detach(), torch.full((2,), 1.098612), atol=1e-6, rtol=0)
 
 
-def _sharded(sequence_parallel: bool) -> list[Tensor]:
+def _sharded() -> dict[bool, list[Tensor]]:
+    """With and without sequence parallel: the loss, and the gradients of this rank's tensors."""
     rank, group = dist.get_rank(), dist.group.WORLD
+    found = {}
+    for sequence_parallel in (False, True):
+        hidden, weight, target = _problem()
+        own = (hidden.chunk(2)[rank] if sequence_parallel else hidden).detach().clone().requires_grad_()
+        shard = weight.chunk(2)[rank].detach().clone().requires_grad_()
+        loss = linear_ce.linear_cross_entropy(own, shard, target, group, "mean", -100, sequence_parallel)
+        loss.backward()
+        found[sequence_parallel] = [loss.detach(), own.grad, shard.grad]
+    return found
+
+
+def _problem() -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     hidden, weight, target = torch.randn(6, 8), torch.randn(20, 8), torch.randint(0, 20, (6,))
     target[1] = -100
-    own = hidden.chunk(2)[rank].clone() if sequence_parallel else hidden.clone()
-    shard = weight.chunk(2)[rank].clone().requires_grad_()
-    own.requires_grad_()
-    loss = linear_ce.linear_cross_entropy(own, shard, target, group, "mean", -100, sequence_parallel)
-    loss.backward()
-    return [loss.detach(), own.grad, shard.grad]
+    return hidden.requires_grad_(), weight.requires_grad_(), target
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_two_ranks_are_one(sequence_parallel: bool) -> None:
-    torch.manual_seed(0)
-    hidden, weight, target = torch.randn(6, 8), torch.randn(20, 8), torch.randint(0, 20, (6,))
-    target[1] = -100
-    hidden.requires_grad_(), weight.requires_grad_()
+def test_two_ranks_are_one() -> None:
+    hidden, weight, target = _problem()
     loss = torch.nn.functional.cross_entropy(hidden @ weight.t(), target)
     loss.backward()
-    for rank, (ours, dhidden, dweight) in enumerate(run_ranks(2, _sharded, sequence_parallel)):
-        torch.testing.assert_close(ours, loss.detach())
-        torch.testing.assert_close(dhidden, hidden.grad.chunk(2)[rank] if sequence_parallel else hidden.grad)
-        torch.testing.assert_close(dweight, weight.grad.chunk(2)[rank])
+    for rank, found in enumerate(run_ranks(2, _sharded)):
+        for sequence_parallel, (ours, dhidden, dweight) in found.items():
+            torch.testing.assert_close(ours, loss.detach())
+            torch.testing.assert_close(dhidden, hidden.grad.chunk(2)[rank] if sequence_parallel else hidden.grad)
+            torch.testing.assert_close(dweight, weight.grad.chunk(2)[rank])
 
 
 def test_a_wrong_reduction_is_named() -> None:

@@ -101,3 +101,15 @@ def test_manual_seed_repeats_masks_for_callers_without_a_key() -> None:
     second = dropout(x, 0.5, random_mask_key(x))
     torch.manual_seed(5)
     assert torch.equal(first, dropout(x, 0.5, random_mask_key(x))) and not torch.equal(first, second)
+
+
+def test_T14_masks_are_equal_in_a_tensor_parallel_group_and_differ_between_data_parallel_ranks() -> None:
+    """dp 2 x tp 2, by what each rank holds: the samples of its data-parallel rank; replicated rows, or its own heads."""
+    words, positions = site_words(7, 3, 2), torch.arange(5)
+    ranks = {(dp, tp): DropoutKeys(words, torch.arange(2 * dp, 2 * dp + 2)) for dp in (0, 1) for tp in (0, 1)}
+    hidden = {rank: keep_mask(keys.hidden(1, positions), 64, 0.3) for rank, keys in ranks.items()}
+    assert torch.equal(hidden[0, 0], hidden[0, 1]) and torch.equal(hidden[1, 0], hidden[1, 1])
+    assert not torch.equal(hidden[0, 0], hidden[1, 0])
+    heads = {(dp, tp): keys.attention(1, torch.arange(2 * tp, 2 * tp + 2), 5) for (dp, tp), keys in ranks.items()}
+    masks = [keep_mask(key, 64, 0.3) for key in heads.values()]
+    assert all(not torch.equal(a, b) for i, a in enumerate(masks) for b in masks[:i])

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from configs.run import RunConfig
+from configs.run import RopeScaling, RunConfig
 from configs.transformer import FUSION_FLAGS
 from fusions.fused_rope import reference as apply_rotary
 from fusions.machine import Machine
 from fusions.random import DropoutKeys, site_words
 from models.fusion_sites import fusion_plan
 from models.gpt import GPTModel
-from models.rotary import RotaryTables
+from models.rotary import RotaryTables, magnitude, rotary_frequencies
 from models.tensor_parallel.params import TensorParallel
 from tests.models.build import build, optimizer_of, run_config, tokens_of
 from trainer.flops import flops_per_token, num_parameters
@@ -308,3 +308,57 @@ def test_missing_compiler_runs_the_references() -> None:
 
 def test_no_process_group_is_needed_at_size_1() -> None:
     assert not torch.distributed.is_initialized() and TensorParallel().group is None
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "linear", "factor": 4.0},
+        {
+            "type": "llama3",
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+        {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128, "beta_fast": 16.0, "beta_slow": 2.0},
+    ],
+    ids=lambda s: s["type"],
+)
+def test_frequency_scaling_is_that_of_hugging_face(scaling: dict) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    options = {"rope_type" if k == "type" else k: v for k, v in scaling.items()} | {"rope_theta": 10000.0}
+    theirs = LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=256, rope_parameters=options)
+    frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["type"]](theirs, torch.device("cpu"))
+    ours = RopeScaling.model_validate(scaling)
+    torch.testing.assert_close(rotary_frequencies(32, 10000.0, ours).float(), frequencies.float())
+    assert magnitude(ours) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "quick_geglu", "squared_relu", "relu", "silu"])
+def test_every_activation_builds_with_the_counted_parameters(activation: str) -> None:
+    config = run_config({"transformer.activation": activation, "transformer.softmax_type": "learnable"})
+    model, _ = build(config)
+    assert sum(p.numel() for p in model.parameters()) == num_parameters(config)
+    weight = model.decoder.layers[0].mlp.linear_fc1.weight
+    assert weight.shape == ((256, 2, 64) if config.transformer.gated else (256, 64))
+    tokens, labels = tokens_of(config, 2)
+    model.eval()(tokens, labels=labels).mean().backward()
+    assert all(
+        torch.isfinite(p.grad).all() and p.grad.abs().max() > 0
+        for n, p in model.named_parameters()
+        if "linear_qkv.bias" not in n
+    )
+
+
+def test_N09_the_gate_of_a_gated_mlp_is_the_first_of_each_pair() -> None:
+    config = run_config({"transformer.activation": "swiglu", "transformer.hidden_size": 64})
+    mlp = build(config)[0].eval().decoder.layers[0].mlp
+    x = torch.randn(3, 2, 64)
+    gate, up = mlp.linear_fc1.weight.unbind(1)
+    bias_gate, bias_up = mlp.linear_fc1.bias.view(-1, 2).unbind(1)
+    inner = torch.nn.functional.silu(x @ gate.t() + bias_gate) * (x @ up.t() + bias_up)
+    torch.testing.assert_close(mlp(x)[0], inner @ mlp.linear_fc2.weight.t(), rtol=1e-5, atol=1e-6)

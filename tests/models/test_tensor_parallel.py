@@ -141,7 +141,7 @@ def test_a_memory_efficient_norm_trains_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_T02_all_fusions_with_sequence_parallel(kind: str, unsharded: dict[str, Any]) -> None:
+def test_T02_K10_all_fusions_with_sequence_parallel(kind: str, unsharded: dict[str, Any]) -> None:
     overrides = {"transformer.normalization": kind}
     expected = unsharded if kind == "LayerNorm" else train(overrides, False)
     for result in run_ranks(2, train, overrides | {"parallel.sequence_parallel": True}, True):

@@ -10,6 +10,11 @@ from configs.load import LoadedConfig, load_config
 from configs.section import ConfigError, Problem
 from configs.transformer import FUSION_FLAGS
 
+# What arms may differ in: the flags, and the keys that modify a flag.
+_COMPANIONS = ("memory_efficient_layer_norm", "fused_single_qkv_rope", "cross_entropy_fusion_impl", "strict_fusions",
+               "activation_func_fp8_input_store")  # fmt: skip
+FUSION_KEYS = (*(f"transformer.{key}" for key in (*FUSION_FLAGS, *_COMPANIONS)), "optimizer.fusion")
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -45,8 +50,9 @@ class ComparisonPlan:
             except ConfigError as error:
                 problems += [Problem(f"arm {arm.name}: {p.key}", p.text, p.source) for p in error.problems]
                 continue
-            for flag in FUSION_FLAGS:
-                dump["transformer"].pop(flag)
+            for key in FUSION_KEYS:
+                section, _, name = key.partition(".")
+                dump[section].pop(name)
             shapes[arm.name] = json.dumps(dump, sort_keys=True)
         if not problems and len(set(shapes.values())) > 1:
             first = self.arms[0].name
@@ -55,7 +61,7 @@ class ComparisonPlan:
                 Problem(
                     f"arm {odd}",
                     f"differs from {first} in more than fusion flags; arms take turns in one group of processes, so they may "
-                    f"differ only in {', '.join(f'transformer.{flag}' for flag in FUSION_FLAGS)}",
+                    f"differ only in {', '.join(FUSION_KEYS)}",
                 )
             )
         if problems:
