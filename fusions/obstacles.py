@@ -32,12 +32,7 @@ def compiler(facts: Facts) -> list[Obstacle]:
 
 def triton(facts: Facts) -> list[Obstacle]:
     """Triton needs an NVIDIA GPU, or its interpreter."""
-    found = []
-    if facts.machine.device != "cuda" and not facts.machine.triton_interpreted:
-        found.append(
-            Obstacle("device", f"{facts.machine.device}; Triton needs cuda (TRITON_INTERPRET=1 runs it slowly anywhere)")
-        )
-    return found + _package(facts, "triton")
+    return ([] if facts.machine.triton_interpreted else _cuda(facts)) + _package(facts, "triton")
 
 
 def _package(facts: Facts, name: str) -> list[Obstacle]:
@@ -46,7 +41,7 @@ def _package(facts: Facts, name: str) -> list[Obstacle]:
 
 
 def _cuda(facts: Facts) -> list[Obstacle]:
-    return [] if facts.machine.device == "cuda" else [Obstacle("device", facts.machine.device)]
+    return [] if facts.machine.device == "cuda" else [Obstacle("device", f"{facts.machine.device}, needs cuda")]
 
 
 def _all(*checks: Check) -> Check:

@@ -137,8 +137,11 @@ class Decision:
         elsewhere = {
             b for b, o in self.obstacles if o.kind == "device"
         }  # made for another device: the rest is beside the point
-        reasons = [f"{o} ({b})" for b, o in self.obstacles if b not in elsewhere or o.kind == "device"]
-        return "; ".join([*notes, *reasons])
+        backends: dict[str, list[str]] = {}
+        for name, obstacle in self.obstacles:
+            if name not in elsewhere or obstacle.kind == "device":
+                backends.setdefault(str(obstacle), []).append(name)
+        return "; ".join([*notes, *(f"{text} ({', '.join(names)})" for text, names in backends.items())])
 
 
 class FusionError(Exception):

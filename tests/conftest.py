@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from fusions.machine import import_problem
 from trainer.data.indexed_dataset import IndexedDatasetBuilder
 
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # with workers, each has a core
@@ -18,6 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 torch.set_num_threads(THREADS)
 
 ROOT = Path(__file__).parent.parent
+needs_triton = pytest.mark.skipif(import_problem("triton") != "", reason="no Triton")
 
 # 3 layers, 8 heads in 4 groups, an odd vocabulary: nothing a shortcut could hide in.
 TINY_YAML = """

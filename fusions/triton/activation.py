@@ -107,7 +107,7 @@ def _backward_kernel(
             first = tl.minimum(raw, clamp)
         gate, slope = _gate_and_slope(first, ACT)
         activated = first * gate
-        linear = activated * 0.0 + 1.0
+        linear = tl.full([ROWS, COLUMNS], 1.0, dtype=tl.float32)
         if GATED:
             raw_second = _load(x_ptr, bias_ptr, rows, columns + half, mask, width, BIAS)
             linear = raw_second

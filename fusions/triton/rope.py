@@ -51,15 +51,15 @@ def _kernel(
     heads = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
     inside = heads < num_heads
     token, within = heads // per_token, heads % per_token
-    is_query, is_key = inside, inside & False
+    is_query, is_key, is_value = inside, heads < 0, heads < 0
     q_base, k_base = heads * d, heads * d
     if PACKED:
         group, place = within // per_group, within % per_group
         groups = per_token // per_group
         is_query, is_key = inside & (place < per_group - 2), inside & (place == per_group - 2)
+        is_value = inside & (place == per_group - 1)
         q_base = ((token * groups + group) * (per_group - 2) + place) * d
         k_base = (token * groups + group) * d
-    is_value = inside & (is_query == 0) & (is_key == 0)
     columns = tl.arange(0, PAIRS)
     at_1, at_2 = _pair(columns, half, INTERLEAVED)
     pairs = (columns < half)[None, :]

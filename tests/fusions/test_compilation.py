@@ -68,23 +68,11 @@ def test_K04_twenty_lengths_cost_a_few_graphs_and_never_eager(call: Callable[[in
     assert new and all(number <= 6 for number in new.values()), new  # row_block's 1, 2, 4, 8, 16, 32 are one graph each
 
 
-def test_K03_K04_graphs_do_not_grow_with_depth() -> None:
-    counts = []
-    for layers in (2, 6):
-        torch._dynamo.reset()
-        before = sum(jit.graphs().values())
-        config = run_config({"transformer.num_layers": layers}, fused=True)
-        tokens, labels = tokens_of(config, 2)
-        build(config)[0](tokens, labels=labels).mean().backward()
-        counts.append(sum(jit.graphs().values()) - before)
-    assert abs(counts[0] - counts[1]) <= 1 and counts[0] > 3
-
-
 def test_a_run_whose_length_changes_every_iteration(capsys: pytest.CaptureFixture) -> None:
     config = run_config({"model.max_position_embeddings": 64}, fused=True)
     model, counters = build(config)
     before = sum(jit.graphs().values())
-    for length in range(20, 32):
+    for length in (20, 24, 28, 32, 36, 40, 44, 48):
         tokens = torch.randint(0, 301, (2, length))
         model(tokens, labels=tokens).mean().backward()
     assert sum(jit.graphs().values()) - before <= 40

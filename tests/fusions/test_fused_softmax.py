@@ -8,33 +8,10 @@ import pytest
 import torch
 
 from fusions import fused_softmax as sm
-from fusions.random import random_mask_key
+from tests.conftest import needs_triton
 from tests.numerics import compare_with_fp64
 
-BOTH = [sm.reference, sm.compiled]
-WHOLE = {"scale": 0.5, "causal": True, "dropout_prob": 0.3}
-# Each case is a compilation: (dtype, options, with a mask).
-CASES = [
-    *(
-        (torch.float32, options, False)
-        for options in ({}, {"causal": True}, {"causal": True, "window": 4}, {"dropout_prob": 0.3})
-    ),
-    *((torch.float32, options, True) for options in ({}, {"causal": True, "window": 4}, WHOLE)),
-    *(
-        (torch.bfloat16, options, masked)
-        for options, masked in (({}, True), ({"causal": True}, False), (WHOLE, False), (WHOLE, True))
-    ),
-    (torch.float16, WHOLE, True),
-]
-
-
-@pytest.mark.parametrize(("dtype", "options", "masked"), CASES, ids=str)
-def test_backends_agree(dtype: torch.dtype, options: dict, masked: bool) -> None:
-    scores = 3 * torch.randn(2, 4, 17, 17)
-    mask = torch.rand(2, 1, 17, 17) < 0.4 if masked else None
-    if options.get("dropout_prob"):
-        options = {**options, "mask_key": random_mask_key(scores)}
-    compare_with_fp64(lambda x: sm.reference(x, mask, **options), lambda x: sm.compiled(x, mask, **options), [scores], dtype)
+BOTH = [sm.reference, sm.compiled, pytest.param(sm.triton, marks=needs_triton)]
 
 
 @pytest.mark.parametrize("keys", [1, 3, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 2047, 2048, 2049, 4097])

@@ -69,9 +69,8 @@ def test_dropout_masks_are_equal_in_every_backend(backend: str) -> None:
 @pytest.mark.parametrize("operation", sorted({operation for operation, _, _ in CASES}))
 def test_an_empty_input_has_an_obstacle_and_the_reference_takes_it(operation: str) -> None:
     shape = next(shape for name, shape, _ in CASES if name == operation)
-    facts = Facts(
-        MACHINE, "fp32", 1, False, (0, *shape[1:]), (("head_dim", 12), ("hidden", 16), ("inputs", 8), ("top_k", 3))
-    )
+    options = {"head_dim": 12, "hidden": 16, "inputs": 8, "top_k": 3, "emb_dim": 6}
+    facts = Facts(MACHINE, "fp32", 1, False, (0, *shape[1:]), tuple(options.items()))
     for backend in OPERATIONS[operation].backends:
         assert any(o.kind == "shape" for o in backend.all_obstacles(facts))
     if operation == "pad_routing_map":
