@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fusions.obstacles import APEX_FAST_NORM_SIZES
+from fusions.obstacles import APEX_FAST_NORM_SIZES, apex_rows_per_block
 from fusions.random import MaskKey, dropout, random_mask_key
 
 
@@ -24,17 +24,26 @@ def _module(name: str) -> Any:
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, memory_efficient: bool = False) -> Tensor:
     """FastLayerNorm (one CTA or more per row, persistent) for the widths it was built for, FusedLayerNorm for others."""
+    from_output = memory_efficient and _invertible(weight, bias)
     if x.shape[-1] in APEX_FAST_NORM_SIZES and not _missing("fast_layer_norm"):
         fast = _module("apex.contrib.layer_norm.layer_norm")
-        return fast.FastLayerNormFN.apply(x, weight, bias, eps, memory_efficient)
+        return fast.FastLayerNormFN.apply(x, weight, bias, eps, from_output)
     affine = _module("apex.normalization.fused_layer_norm")
-    return affine.FusedLayerNormAffineFunction.apply(x, weight, bias, x.shape[-1:], eps, memory_efficient)
+    return affine.FusedLayerNormAffineFunction.apply(x, weight, bias, x.shape[-1:], eps, from_output)
 
 
 def rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, memory_efficient: bool = False) -> Tensor:
     """FusedRMSNorm; `bias` must be None."""
     affine = _module("apex.normalization.fused_layer_norm")
-    return affine.FusedRMSNormAffineFunction.apply(x, weight, x.shape[-1:], eps, memory_efficient)
+    from_output = memory_efficient and _invertible(weight, None)
+    return affine.FusedRMSNormAffineFunction.apply(x, weight, x.shape[-1:], eps, from_output)
+
+
+def _invertible(weight: Tensor, bias: Tensor | None) -> bool:
+    """Apex finds its input again from the output even where a weight is 0, wrongly."""
+    from fusions.fused_layer_norm import invertible
+
+    return invertible(weight, bias)
 
 
 def _missing(extension: str) -> bool:
@@ -66,7 +75,7 @@ def scale_mask_softmax(
         hidden = causal_mask(sq, sk, window, scores.device) if causal or window else None
         mask = attention_mask if hidden is None else hidden if attention_mask is None else attention_mask | hidden
         mask = mask.expand(scores.shape[0], 1, sq, sk).contiguous()  # pyright: ignore[reportOptionalMemberAccess]
-        fits = 16 < sk <= 4096 and sq % 4 == 0 and sk % 4 == 0
+        fits = 16 < sk <= 4096 and sq % apex_rows_per_block(sk) == 0 and sk % 4 == 0
         kernel = "scaled_masked_softmax_cuda" if fits else "generic_scaled_masked_softmax_cuda"
         probs = _Softmax.apply(kernel, scores.contiguous(), mask, scale)
     return dropout(probs, dropout_prob, mask_key or random_mask_key(probs)) if dropout_prob > 0 else probs
@@ -116,7 +125,7 @@ def accumulate_wgrad(x: Tensor, grad: Tensor, total: Tensor) -> None:
     """total += grad^T x in total's dtype: x [n, in], grad [n, out], total [out, in] fp32 or the inputs' dtype."""
     extension = _module("fused_weight_gradient_mlp_cuda")
     kernel = extension.wgrad_gemm_accum_fp32 if total.dtype == torch.float32 else extension.wgrad_gemm_accum_fp16
-    kernel(x, grad, total)
+    kernel(x.contiguous(), grad.contiguous(), total)  # it reads raw pointers
 
 
 def adamw(parameters: list[dict[str, Any]], learning_rate: float, betas: tuple[float, float], eps: float) -> Any:

@@ -57,7 +57,10 @@ def reference(group: Group, lr: float, betas: tuple[float, float], eps: float, s
 
 
 def torch_fused(group: Group, lr: float, betas: tuple[float, float], eps: float, scale: Tensor, skip: Tensor) -> None:
-    """PyTorch's fused AdamW: one kernel over all tensors on a GPU, one vectorised loop each on a CPU."""
+    """PyTorch's fused AdamW: one kernel over all tensors on a GPU, one vectorised loop each on a CPU.
+
+    It leaves the gradients divided by `scale`.
+    """
     adamw(
         group.parameters,
         group.gradients,

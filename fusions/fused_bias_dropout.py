@@ -17,7 +17,15 @@ from torch.autograd.function import once_differentiable
 from fusions.column_sum import block_sums, row_block
 from fusions.jit import jit_fuser
 from fusions.kernels import Kernels, as_row, triton_kernels, wide
-from fusions.random import MaskKey, column_counters, drop_threshold, dropout, keep_mask_expression, random_mask_key
+from fusions.random import (
+    MaskKey,
+    column_counters,
+    drop_threshold,
+    dropout,
+    keep_mask_expression,
+    keep_scale,
+    random_mask_key,
+)
 
 
 def reference(
@@ -42,9 +50,10 @@ def compiled(
 def triton(
     x: Tensor, bias: Tensor | None, residual: Tensor, prob: float, training: bool, mask_key: MaskKey | None = None
 ) -> Tensor:
-    """The same with Triton kernels. Shapes that only match by broadcasting take the reference."""
-    if x.shape != residual.shape or (bias is not None and bias.numel() != x.shape[-1]):
-        return reference(x, bias, residual, prob, training, mask_key)
+    """The same with Triton kernels. Raises ValueError for shapes that only match by broadcasting, which have none."""
+    if x.shape != residual.shape or (bias is not None and as_row(bias, x.shape[-1]).dim() != 1):  # pyright: ignore
+        shapes = [None if t is None else list(t.shape) for t in (x, bias, residual)]
+        raise ValueError(f"x, bias and residual are {shapes}; the Triton kernel needs x and residual of one shape, bias [h]")
     return _fused(triton_kernels("bias_dropout"), x, bias, residual, prob, training, mask_key)
 
 
@@ -115,7 +124,7 @@ def _backward(grad: Tensor, first: Tensor, second: Tensor, prob: float, bias: bo
 
 def drop_rule(x: Tensor, first: Tensor, second: Tensor, prob: float) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     """(counters, row keys, threshold, 1 / (1 - prob)): what keep_mask_expression and the scaling need."""
-    return column_counters(x.shape[-1], x.device), first, second, drop_threshold(prob, x.device), 1.0 / (1.0 - prob)
+    return column_counters(x.shape[-1], x.device), first, second, drop_threshold(prob, x.device), keep_scale(prob)
 
 
 @jit_fuser
@@ -198,7 +207,7 @@ def get_bias_dropout_add(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 def _may_overwrite(x: Tensor, bias: Tensor | None, residual: Tensor, training: bool) -> bool:
     tensors = (x, residual) if bias is None else (x, residual, bias)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    needs_grad = any(t.requires_grad for t in tensors)  # also under no_grad: a parameter is never written
     storage = x.untyped_storage().data_ptr()
     shared = any(t.untyped_storage().data_ptr() == storage for t in tensors[1:])
     same = x.dtype == residual.dtype and x.shape == residual.shape and x.is_contiguous()

@@ -187,8 +187,12 @@ def weighted_bias_quick_geglu_impl(
     linear_offset: float = 0.0,
     clamp_value: float | None = None,
 ) -> Tensor:
-    """quick_geglu(input + bias) * weights of [n, 2h] and [n, 1]; the clamp comes after the bias (Megatron's comes before)."""
+    """quick_geglu(input + bias) * weights of [n, 2h] (or [s, b, 2h], n = s b) and [n, 1].
+
+    The clamp comes after the bias (Megatron's comes before).
+    """
     assert input.dim() in (2, 3), f"expected 2 or 3 dimensions, got {list(input.shape)}"
     clamp = clamp_value if clamp_value is not None and clamp_value > 0 else None
     options = {"act": _QUICK, "clamp": clamp, "offset": float(linear_offset), "fp8_input_store": fp8_input_store}
-    return compiled(input, bias, weights, **options)
+    y = compiled(input.reshape(-1, input.shape[-1]), bias, weights.reshape(-1, 1), **options)
+    return y.view(*input.shape[:-1], -1)

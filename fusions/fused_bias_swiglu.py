@@ -174,11 +174,16 @@ def bias_swiglu_impl(
 def weighted_bias_swiglu_impl(
     input: Tensor, bias: Tensor | None, weights: Tensor, fp8_input_store: bool = False, clamp_value: float | None = None
 ) -> Tensor:
-    """swiglu(input) * weights of [n, 2h] and [n, 1]. Raises NotImplementedError with a bias, as Megatron's does."""
+    """swiglu(input) * weights of [n, 2h] (or [s, b, 2h], n = s b) and [n, 1].
+
+    Raises NotImplementedError with a bias, as Megatron's does.
+    """
     assert input.dim() in (2, 3), f"expected 2 or 3 dimensions, got {list(input.shape)}"
     if bias is not None:
         raise NotImplementedError("Bias is not supported for weighted swiglu fusion")
-    return compiled(input, None, weights, clamp=_positive(clamp_value), fp8_input_store=fp8_input_store)
+    flat = input.reshape(-1, input.shape[-1])
+    y = compiled(flat, None, weights.reshape(-1, 1), clamp=_positive(clamp_value), fp8_input_store=fp8_input_store)
+    return y.view(*input.shape[:-1], -1)
 
 
 def _positive(clamp: float | None) -> float | None:

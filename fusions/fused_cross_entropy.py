@@ -200,7 +200,7 @@ def _statistics_kernel(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     x = wide(logits[..., :columns])
     x = x if soft_cap is None else soft_cap * torch.tanh(x / soft_cap)
-    peak = x.amax(-1)
+    peak = x.amax(-1).clamp(min=torch.finfo(x.dtype).min)  # finite where this rank's logits are all -inf: their sum is 0
     return peak, torch.exp(x - peak[..., None]).sum(-1), x.sum(-1) if with_total else None
 
 

@@ -79,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, target: Tensor, tp_group: Any, rule: LossRule, kernels: Kernels
     ) -> Tensor:
         local, mine = local_target(target, rule)
-        if rule.columns > 0:
+        if rule.columns > 0 and hidden.shape[0] > 0:
             parts = []
             for chunk in _chunks(hidden, weight):
                 logits = hidden[chunk] @ weight.t()

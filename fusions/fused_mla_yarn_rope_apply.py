@@ -210,13 +210,13 @@ def rows_for_tokens(table: Tensor, tokens: int, cu_seqlens: Tensor | None, cp_ra
         return table[:tokens]
     starts = (cu_seqlens // cp_size).long()
     place = torch.arange(tokens, device=table.device)
-    sequence = torch.searchsorted(starts, place, right=True) - 1
+    sequence = (torch.searchsorted(starts, place, right=True) - 1).clamp(max=len(starts) - 2)  # padding: the last one's
     position, length = place - starts[sequence], (starts[1:] - starts[:-1])[sequence]
     if cp_size > 1:
         half = length // 2
         early, late = cp_rank * half, (2 * cp_size - 1 - cp_rank) * half
         position = torch.where(position < half, early + position, late + position - half)
-    return table[position]
+    return table[position.clamp(max=len(table) - 1)]
 
 
 def _tables(

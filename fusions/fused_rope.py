@@ -162,7 +162,7 @@ def _forward_qkv(mixed: Tensor, bias: Any, head_dim: int, cos: Tensor, sin: Tens
     heads = (mixed if bias is None else mixed + bias.view(g, width)).view(s, b, g, width // head_dim, head_dim)
     q = _rotate(heads[:, :, :, :-2], cos[..., None, :], sin[..., None, :], interleaved, False)
     k = _rotate(heads[:, :, :, -2], cos, sin, interleaved, False)
-    return q.view(s, b, -1, head_dim), k, heads[:, :, :, -1].contiguous()
+    return q.reshape(s, b, g * (width // head_dim - 2), head_dim), k, heads[:, :, :, -1].contiguous()
 
 
 def _backward_qkv(
@@ -182,7 +182,7 @@ def _backward_qkv_kernel(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, block: int
 ) -> tuple[Tensor, Tensor | None]:
     s, b, g, d = dk.shape
-    q = _rotate(dq.view(s, b, g, -1, d), cos[..., None, :], sin[..., None, :], interleaved, True)
+    q = _rotate(dq.view(s, b, g, dq.shape[2] // g, d), cos[..., None, :], sin[..., None, :], interleaved, True)
     k = _rotate(dk, cos, sin, interleaved, True)
     dmixed = torch.cat([q, k[:, :, :, None], dv[:, :, :, None]], 3).flatten(3)  # [s, b, g, (n/g + 2) d]
     return dmixed, block_sums(wide(dmixed).flatten(2), block) if block else None

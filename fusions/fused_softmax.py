@@ -144,7 +144,7 @@ class _Softmax(torch.autograd.Function):
 
 def _per_head(sink: Tensor | None, scores: Tensor) -> Tensor | None:
     """fp32 [n, 1, 1] (or [1, 1, 1]) of a sink [n] or a scalar."""
-    return None if sink is None else wide(sink).reshape(-1, 1, 1)
+    return None if sink is None else wide(sink).reshape(-1, 1, 1).contiguous()
 
 
 def _forward(scores: Tensor, mask: Any, sink: Any, drop: DropRule | None, rule: MaskRule) -> tuple[Any, ...]:

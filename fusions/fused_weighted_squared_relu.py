@@ -60,4 +60,4 @@ class WeightedSquaredReLUFunction:
 def weighted_squared_relu_impl(input: Tensor, weights: Tensor) -> Tensor:
     """relu(input)^2 * weights of [n, h] (or 3-D) and [n, 1]."""
     assert input.dim() in (2, 3), f"expected 2 or 3 dimensions, got {list(input.shape)}"
-    return compiled(input, None, weights)
+    return compiled(input.reshape(-1, input.shape[-1]), None, weights.reshape(-1, 1)).view(input.shape)

@@ -36,4 +36,6 @@ def wide(x: Tensor) -> Tensor:
 
 def as_row(parameter: Tensor | None, width: int) -> Tensor | None:
     """A bias that broadcasts over everything but the last dimension, as [width]; others are returned as they are."""
-    return parameter.reshape(width) if parameter is not None and parameter.numel() == width else parameter
+    if parameter is None or parameter.numel() != width or parameter.shape[-1:] != (width,):
+        return parameter
+    return parameter.reshape(width)

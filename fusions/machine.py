@@ -25,6 +25,7 @@ class Machine:
     torch_version: str
     import_problems: tuple[tuple[str, str], ...] = ()  # (module, why it can't be imported, "" where it can)
     versions: tuple[tuple[str, str], ...] = ()  # (package, version) of the optional packages
+    device_name: str = ""  # of the first GPU
     triton_interpreted: bool = False  # TRITON_INTERPRET=1: Triton's kernels run on any device, slowly
 
     def import_problem(self, module: str) -> str:
@@ -49,10 +50,11 @@ def probe(device: str = "auto") -> Machine:
     device = ("cuda" if _cuda_devices() else "cpu") if device == "auto" else device
     return Machine(
         device,
-        compile_problem() if device == "cpu" else "",
+        compile_problem() if device == "cpu" else launcher_problem(),
         _version("torch"),
         tuple((name, import_problem(name)) for name in OPTIONAL_MODULES),
         tuple((name, _version(name)) for name in ("triton", "transformer_engine", "apex")),
+        _cuda_name() if device == "cuda" else "",
         os.environ.get("TRITON_INTERPRET") == "1",
     )
 
@@ -90,6 +92,28 @@ def _cuda_devices() -> int:
 
 
 @functools.cache
+def _cuda_name() -> str:
+    """The name of the first GPU, from the driver."""
+    name = ctypes.create_string_buffer(100)
+    try:
+        driver, device = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        ok = driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0
+        ok = ok and driver.cuDeviceGetName(name, 100, device) == 0
+    except OSError:
+        return ""
+    return name.value.decode() if ok else ""
+
+
+@functools.cache
+def launcher_problem() -> str:
+    """Why Triton, and so Inductor, can't build its launchers for a GPU here, or "": they are C that includes Python.h."""
+    compiler = next((path for name in (os.environ.get("CC", "gcc"), "gcc", "clang") if (path := shutil.which(name))), None)
+    if compiler is None:
+        return "no C compiler (gcc or clang is not on PATH); install one or set CC"
+    return _cant_build(compiler, "#include <Python.h>\nint probe(void) { return 0; }\n", "probe.c", [])
+
+
+@functools.cache
 def compile_problem() -> str:
     """Why torch.compile can't build CPU kernels here, or "".
 
@@ -99,10 +123,15 @@ def compile_problem() -> str:
     if compiler is None:
         return f"no C++ compiler ({os.environ.get('CXX', 'g++')} is not on PATH); install g++ or set CXX"
     source = '#include <Python.h>\n#include <omp.h>\nextern "C" int probe() { return omp_get_max_threads(); }\n'
+    return _cant_build(compiler, source, "probe.cpp", ["-fopenmp"])
+
+
+def _cant_build(compiler: str, source: str, name: str, options: list[str]) -> str:
+    """Why the compiler refuses the source, or ""."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "probe.cpp")
+        file = Path(folder, name)
         file.write_text(source)
-        command = [compiler, "-fsyntax-only", "-fopenmp", f"-I{sysconfig.get_paths()['include']}", str(file)]
+        command = [compiler, "-fsyntax-only", *options, f"-I{sysconfig.get_paths()['include']}", str(file)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -25,14 +25,17 @@ def no_elements(shape: tuple[int, ...]) -> list[Obstacle]:
 
 
 def compiler(facts: Facts) -> list[Obstacle]:
-    """torch.compile needs a C++ compiler on a CPU."""
+    """torch.compile needs a C++ compiler on a CPU; on a GPU Triton, and a C compiler for its launchers."""
     problem = facts.machine.compile_problem
-    return [Obstacle("compiler", problem)] if problem else []
+    found = [Obstacle("compiler", problem)] if problem else []
+    return found + (_package(facts, "triton") if facts.machine.device == "cuda" else [])
 
 
 def triton(facts: Facts) -> list[Obstacle]:
     """Triton needs an NVIDIA GPU, or its interpreter."""
-    return ([] if facts.machine.triton_interpreted else _cuda(facts)) + _package(facts, "triton")
+    problem = facts.machine.compile_problem if facts.machine.device == "cuda" else ""
+    found = [Obstacle("compiler", problem)] if problem else []
+    return ([] if facts.machine.triton_interpreted else _cuda(facts)) + found + _package(facts, "triton")
 
 
 def _package(facts: Facts, name: str) -> list[Obstacle]:
@@ -67,28 +70,41 @@ def _option(name: str, *allowed: object) -> Check:
     return check
 
 
+# A row of the generic masked kernel is kept in shared memory, 4 bytes a key, of which 48 KiB are to be had without asking.
+APEX_GENERIC_KEYS = 12288
+
+
+def apex_rows_per_block(keys: int) -> int:
+    """Rows that a block of Apex's softmax kernels takes, which must divide them: 8 of up to 128 keys, 4 of more."""
+    return 8 if keys <= 128 else 4
+
+
 def apex_softmax_shape(shape: tuple[int, ...], causal: bool = True, masked: bool = False) -> list[Obstacle]:
     """Apex's kernels by shape [b, np, sq, sk]: causal squares to 16384; with a mask any length by the generic kernel."""
     *lead, sq, sk = shape
-    found = []
+    rows, found = apex_rows_per_block(sk), []
     if causal and not masked:
         if sq != sk:
             found.append(Obstacle("shape", f"causal with sq {sq} != sk {sk}"))
         if not 16 < sk <= 16384:
             found.append(Obstacle("shape", f"key length {sk} is not in 17..16384"))
-        if sk % 4 or math.prod(lead) % 4:
-            found.append(Obstacle("shape", f"key length {sk} and batch x heads {math.prod(lead)} must be divisible by 4"))
+        if sk % 4 or math.prod(lead) % rows:
+            words = f"key length {sk} must be divisible by 4 and batch x heads {math.prod(lead)} by {rows}"
+            found.append(Obstacle("shape", words))
     elif not masked:
         if not 16 < sk <= 4096:
             found.append(Obstacle("shape", f"key length {sk} is not in 17..4096"))
-        if sq % 4 or sk % 4 or math.prod(lead) % 4:
-            found.append(Obstacle("shape", f"sq {sq}, sk {sk} and batch x heads {math.prod(lead)} must be divisible by 4"))
+        if sq % rows or sk % 4 or math.prod(lead) % 4:
+            words = f"sq {sq} must be divisible by {rows}, sk {sk} and batch x heads {math.prod(lead)} by 4"
+            found.append(Obstacle("shape", words))
+    elif sk > APEX_GENERIC_KEYS:
+        found.append(Obstacle("shape", f"key length {sk} > {APEX_GENERIC_KEYS} with a mask"))
     return found
 
 
 def _apex_softmax(facts: Facts) -> list[Obstacle]:
-    causal, window = bool(facts.option("causal")), facts.option("window")
-    masked = window is not None
+    causal = bool(facts.option("causal"))
+    masked = facts.option("window") is not None or bool(facts.option("mask"))
     kernel = "scaled_masked_softmax_cuda" if masked else (
         "scaled_upper_triang_masked_softmax_cuda" if causal else "scaled_softmax_cuda")  # fmt: skip
     found = _package(facts, kernel) + (_package(facts, "generic_scaled_masked_softmax_cuda") if masked else [])
@@ -148,7 +164,7 @@ TRANSFORMER_ENGINE: dict[str, Check] = {
         _option("qk_bias", False),
     ),
     "cross_entropy": _all(_TE, _te_version((2, 1)), _te_cross_entropy, _option("z_loss", 0.0), _option("soft_cap", None)),
-    "linear_wgrad": _TE,
+    "linear_wgrad": _all(_TE, _te_version((2, 20))),  # older ones want a workspace from the caller
     "adamw": _TE,
 }
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusions.catalogue import OPERATIONS
+from fusions.fused_adam import Group
 from fusions.machine import Machine
 from fusions.registry import Facts, Obstacle
 from fusions.samples import DTYPES, Sample, sample
@@ -161,6 +162,29 @@ def values(function: Callable[..., Any], call: Sample, dtype: torch.dtype, layou
     return [o.detach() for o in outs] + [g for g in grads if g is not None]
 
 
+def adamw_differences(backend: str, device: str) -> list[str]:
+    """What an AdamW backend gets wrong in three steps, the second of them skipped, against the reference in fp64."""
+    update, generator = OPERATIONS["adamw"].function(backend), torch.Generator().manual_seed(0)
+    tensors = [[torch.randn(n, generator=generator) for n in (1, 33, 5000)] for _ in range(2)]
+
+    def group(dtype: torch.dtype) -> Group:
+        p, g = ([t.to(device, dtype, copy=True) for t in kind] for kind in tensors)
+        first, second = ([torch.zeros_like(t) for t in p] for _ in range(2))
+        steps = [torch.zeros((), device=device) for _ in p]
+        return Group(p, g, first, second, steps, 0.1, [t.bfloat16() for t in p])
+
+    ours, exact = group(torch.float32), group(torch.float64)
+    for skip in (0.0, 1.0, 0.0):
+        for one, step in ((ours, update), (exact, OPERATIONS["adamw"].function("reference"))):
+            one.gradients = [t.to(device, one.parameters[0].dtype, copy=True) for t in tensors[1]]
+            step(one, 1e-2, (0.9, 0.95), 1e-8, torch.tensor(2.0, device=device), torch.tensor(skip, device=device))
+    found = []
+    for kind, allowed in (("parameters", 1e-6), ("exp_avgs", 1e-6), ("exp_avg_sqs", 1e-6), ("steps", 0.0), ("copies", 0.02)):
+        worst = max(_worst(a, b) for a, b in zip(getattr(ours, kind), getattr(exact, kind), strict=True))
+        found += [] if worst <= allowed else [f"{kind}: off by {worst:.2e}, allowed {allowed:.0e}"]
+    return found
+
+
 def _map(call: Sample, change: Callable[[Tensor], Tensor], layout: str = "contiguous") -> Sample:
     """The call with its differentiable tensors changed; strided: every second element of a wider tensor's last dimension."""
 
@@ -168,7 +192,7 @@ def _map(call: Sample, change: Callable[[Tensor], Tensor], layout: str = "contig
         if not isinstance(value, Tensor) or not value.requires_grad:
             return value
         new = change(value.detach())
-        if layout == "strided" and new.dim() > 1:
+        if layout == "strided" and new.dim() > 0:
             new = new.repeat_interleave(2, -1)[..., ::2]
         return new.requires_grad_()
 

@@ -136,7 +136,7 @@ def column_counters(columns: int, device: torch.device) -> Tensor:
 
 def dropout(x: Tensor, prob: float, key: MaskKey) -> Tensor:
     """x / (1 - prob) where kept, 0 elsewhere. Saves the boolean mask for the backward: 1 byte per element."""
-    return torch.where(keep_mask(key, x.shape[-1], prob), x, 0.0).mul_(1.0 / (1.0 - prob))
+    return torch.where(keep_mask(key, x.shape[-1], prob), x, 0.0).mul_(keep_scale(prob))
 
 
 def random_bits(key: MaskKey, columns: int, offset: int = 0) -> Tensor:
@@ -144,6 +144,11 @@ def random_bits(key: MaskKey, columns: int, offset: int = 0) -> Tensor:
     column = torch.arange(offset, offset + columns, device=key.first.device).to(torch.int32)
     v = _mix((column * _A) ^ key.first[..., None])
     return _mix(v ^ key.second[..., None])
+
+
+def keep_scale(prob: float) -> float:
+    """What a kept element is multiplied with; 0 at probability 1, where none is kept."""
+    return 1.0 / (1.0 - prob) if prob < 1 else 0.0
 
 
 def drop_threshold_value(prob: float) -> int:

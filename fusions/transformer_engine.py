@@ -66,7 +66,8 @@ def cross_entropy(
 def accumulate_wgrad(x: Tensor, grad: Tensor, total: Tensor) -> None:
     """total += grad^T x by te's GEMM with accumulation: x [n, in], grad [n, out], total [out, in]."""
     gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
-    gemm(x, grad, out_dtype=total.dtype, layout="NT", out=total, accumulate=True, use_split_accumulator=True)
+    options = {"out_dtype": total.dtype, "layout": "NT", "out": total, "accumulate": True, "use_split_accumulator": True}
+    gemm(x.contiguous(), grad.contiguous(), **options)
 
 
 def adamw(parameters: list[dict[str, Any]], learning_rate: float, betas: tuple[float, float], eps: float) -> Any:

@@ -94,15 +94,17 @@ class _Sites:
         add: dict[str, Any] = {"bias": tf.add_bias_linear, "dropout": tf.hidden_dropout}
         kind = "layer_norm" if tf.normalization == "LayerNorm" else "rms_norm"
         norm: dict[str, Any] = {"affine": True, "memory_efficient": tf.memory_efficient_layer_norm}
+        native = kind == "layer_norm" and self.machine.device == "cpu" and not tf.memory_efficient_layer_norm
+        own = "on a CPU PyTorch's own LayerNorm is one pass already, and runs either way" if native else ""
         attention, mlp = (
             "residual_norm_fusion does it" if site in fused else "" for site in (ATTENTION_RESIDUAL, MLP_RESIDUAL)
         )
         return [
             self.request("bias_dropout_fusion", "self_attn_bda", "bias_dropout_add", self.hidden, idle=attention, **add),
             self.request("bias_dropout_fusion", "mlp_bda", "bias_dropout_add", self.hidden, idle=mlp, **add),
-            self.request("persist_layer_norm", "input_layernorm", kind, self.hidden, **norm),
-            self.request("persist_layer_norm", "pre_mlp_layernorm", kind, self.hidden, idle=attention, **norm),
-            self.request("persist_layer_norm", "final_layernorm", kind, self.hidden, idle=mlp, **norm),
+            self.request("persist_layer_norm", "input_layernorm", kind, self.hidden, idle=own, **norm),
+            self.request("persist_layer_norm", "pre_mlp_layernorm", kind, self.hidden, idle=attention or own, **norm),
+            self.request("persist_layer_norm", "final_layernorm", kind, self.hidden, idle=mlp or own, **norm),
         ]
 
     def mlp(self) -> list[Request]:
@@ -137,6 +139,7 @@ class _Sites:
             window=tf.window_size,
             dropout=tf.attention_dropout,
             sink=tf.softmax_type,
+            mask=self.config.data.reset_attention_mask,
         )
         rope = model.position_embedding_type == "rope"
         packed = tf.fused_single_qkv_rope

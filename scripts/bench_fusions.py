@@ -127,6 +127,7 @@ class Contestant:
     outs: list[Tensor]
     upstream: list[Tensor]
     saved_bytes: int
+    written_bytes: int  # by the backward: gradients that are not an upstream gradient handed on
     forward: Call
     backward: Call | None
 
@@ -149,7 +150,10 @@ def contestant(function: Callable[..., Any], call: Sample) -> Contestant:
         return torch.autograd.grad(flowing, leaves, upstream, retain_graph=True, allow_unused=True)
 
     forward = lambda: function(*call.args, **call.kwargs)  # noqa: E731
-    return Contestant(outs, upstream, sum(storages.values()), forward, backward if flowing else None)
+    grads = [g for g in backward() if g is not None] if flowing else []
+    handed_on = {u.data_ptr() for u in upstream}
+    written = sum(g.nbytes for g in {g.data_ptr(): g for g in grads}.values() if g.data_ptr() not in handed_on)
+    return Contestant(outs, upstream, sum(storages.values()), written, forward, backward if flowing else None)
 
 
 def measure(case: Case, dtype: str, backends: list[str], rounds: int, device: torch.device) -> list[dict[str, Any]]:
@@ -183,7 +187,7 @@ def must_move(part: str, call: Sample, one: Contestant, operation: str) -> int:
     inputs = sum(a.nbytes for a in (*call.args, *call.kwargs.values()) if isinstance(a, Tensor))
     if part == "forward":
         return inputs + sum(o.nbytes for o in one.outs)
-    return sum(u.nbytes for u in one.upstream) + one.saved_bytes + sum(leaf.nbytes for leaf in call.leaves())
+    return sum(u.nbytes for u in one.upstream) + one.saved_bytes + one.written_bytes
 
 
 def row(
@@ -270,10 +274,11 @@ def main() -> int:
     for case in cases(rows_, width):
         if arguments.only in case.label:
             rows += measure(case, dtype, [b for b in arguments.backends.split(",") if b], arguments.rounds, device)
+            if arguments.json:  # after each operation, so that an end before the end keeps what there is
+                facts = {"torch": torch.__version__, "dtype": dtype, "rows": rows}
+                Path(arguments.json).write_text(json.dumps(facts, indent=1))
     threads = "" if gpu else f", {torch.get_num_threads()} threads"
     show(log, rows, f"{dtype}, {rows_} x {width}{threads}, medians of {arguments.rounds} rounds")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"torch": torch.__version__, "dtype": dtype, "rows": rows}, indent=1))
     return 0
 
 

@@ -51,7 +51,8 @@ def main() -> int:
     try:
         loaded = load_config(arguments.config, arguments.overrides, arguments.world_size)
         machine = probe(loaded.config.run.device)
-        plan = fusion_plan(loaded.config, machine, cached_times(auto_requests(loaded.config, machine), machine))
+        processes = loaded.config.parallel.tensor_parallel_size
+        plan = fusion_plan(loaded.config, machine, cached_times(auto_requests(loaded.config, machine), machine, processes))
     except (ConfigError, FusionError) as error:
         problems = [vars(p) for p in error.problems] if isinstance(error, ConfigError) else str(error).splitlines()
         print(
@@ -94,12 +95,12 @@ def backend_times(config: RunConfig, machine: Machine) -> list[dict[str, Any]]:
         if request.key in rows:
             rows[request.key]["sites"].append(request.site)
             continue
-        times = measure(request, torch.device(machine.device))
+        found = measure(request, torch.device(machine.device))
+        times = found.times
         backends = {b.name: [str(o) for o in b.all_obstacles(request.facts)] for b in request.operation.backends}
         for name, why in backends.items():
             if not why and name not in times:
-                interpreted = name not in request.candidates()
-                why.append("runs only in Triton's interpreter here" if interpreted else "its result isn't the reference's")
+                why.append(found.left_out.get(name, "runs only in Triton's interpreter here"))
         rows[request.key] = {
             "operation": request.operation.name, "shape": list(request.facts.shape), "dtype": request.facts.dtype,
             "sites": [request.site], "times_ms": times, "obstacles": {b: why for b, why in backends.items() if why},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusions.activation import Rule
 from fusions.kernels import Kernels
-from fusions.triton.launch import autotune, on_device_of, programs, rows_of
+from fusions.triton.launch import autotune, on_device_of, packed, programs, rows_of
 
 _ACTS = {"gelu": 0, "gelu_tanh": 1, "quick_gelu": 2, "silu": 3, "relu": 4, "squared_relu": 5}
 _CONFIGS = [{"COLUMNS": c, "ROWS": r, "num_warps": w} for c, r, w in ((256, 4, 4), (512, 4, 8), (1024, 1, 4), (1024, 4, 8))]
@@ -26,6 +26,13 @@ def _sigmoid(v):
     inverse = tl.exp(-tl.maximum(v, -80.0))
     gate = 1.0 / (1.0 + inverse)
     return gate, gate * gate * inverse
+
+
+@triton.jit
+def _clip(u, clamp):
+    """Into [-clamp, clamp]; nan stays nan, as torch.clamp has it."""
+    low = tl.maximum(u, -clamp, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(low, clamp, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -74,13 +81,13 @@ def _forward_kernel(
     mask = (rows < num_rows)[:, None] & (columns < half)[None, :]
     first = _load(x_ptr, bias_ptr, rows, columns, mask, width, BIAS)
     if CLAMP:
-        first = tl.minimum(first, clamp)
+        first = tl.minimum(first, clamp, propagate_nan=tl.PropagateNan.ALL)
     gate, _ = _gate_and_slope(first, ACT)
     y = first * gate
     if GATED:
         second = _load(x_ptr, bias_ptr, rows, columns + half, mask, width, BIAS)
         if CLAMP:
-            second = tl.minimum(tl.maximum(second, -clamp), clamp)
+            second = _clip(second, clamp)
         y = y * (second + offset)
     if WEIGHTS:
         y = y * tl.load(weights_ptr + rows, mask=rows < num_rows, other=0.0).to(tl.float32)[:, None]
@@ -104,7 +111,7 @@ def _backward_kernel(
         raw = _load(x_ptr, bias_ptr, rows, columns, mask, width, BIAS)
         first = raw
         if CLAMP:
-            first = tl.minimum(raw, clamp)
+            first = tl.minimum(raw, clamp, propagate_nan=tl.PropagateNan.ALL)
         gate, slope = _gate_and_slope(first, ACT)
         activated = first * gate
         linear = tl.full([ROWS, COLUMNS], 1.0, dtype=tl.float32)
@@ -112,7 +119,7 @@ def _backward_kernel(
             raw_second = _load(x_ptr, bias_ptr, rows, columns + half, mask, width, BIAS)
             linear = raw_second
             if CLAMP:
-                linear = tl.minimum(tl.maximum(raw_second, -clamp), clamp)
+                linear = _clip(raw_second, clamp)
             linear = linear + offset
         if WEIGHTS:
             product = tl.where(mask, g * (activated * linear).to(dx_ptr.dtype.element_ty).to(tl.float32), 0.0)
@@ -153,7 +160,7 @@ def _forward(x: Tensor, bias: Any, weights: Any, rule: Rule) -> Tensor:
     with on_device_of(x):
         _forward_kernel[lambda meta: (triton.cdiv(flat.shape[0], meta["ROWS"]), triton.cdiv(half, meta["COLUMNS"]))](
             flat,
-            bias,
+            packed(bias),
             weights,
             y,
             flat.shape[0],
@@ -177,7 +184,7 @@ def _backward(grad: Tensor, x: Tensor, bias: Any, weights: Any, rule: Rule) -> t
     dweights = None if weights is None else torch.empty(flat.shape[0], blocks, dtype=torch.float32, device=x.device)
     with on_device_of(x):
         _backward_kernel[(count, blocks)](
-            rows_of(grad), flat, bias, factors, dx, dbias, dweights, flat.shape[0], width, half, rule.clamp or 0.0,
+            rows_of(grad), flat, packed(bias), factors, dx, dbias, dweights, flat.shape[0], width, half, rule.clamp or 0.0,
             rule.offset, **_options(bias, weights, rule), ROWS=rows, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     bias_grad = None if dbias is None else dbias.sum(0).to(bias.dtype)

@@ -76,6 +76,8 @@ def _step(group: Any, lr: float, betas: tuple[float, float], eps: float, scale: 
     parameters = group.parameters
     if not all(t.is_contiguous() for ts in (parameters, group.exp_avgs, group.exp_avg_sqs, group.copies) for t in ts):
         raise ValueError("parameters, their state and their copies must be contiguous")
+    if any(copy.dtype not in (torch.bfloat16, torch.float16) for copy in group.copies):
+        raise ValueError(f"copies are {group.copies[0].dtype}; expected bfloat16 or float16")
     gradients = [g.float().contiguous() for g in group.gradients]
     rows = [parameters, gradients, group.exp_avgs, group.exp_avg_sqs, group.steps, *([group.copies] if group.copies else [])]
     addresses = torch.tensor([[t.data_ptr() for t in row] for row in rows], dtype=torch.int64)

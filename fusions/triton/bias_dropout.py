@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fusions.kernels import Kernels
-from fusions.random import drop_threshold_value
-from fusions.triton.launch import autotune, on_device_of, programs, rows_of
+from fusions.random import drop_threshold_value, keep_scale
+from fusions.triton.launch import autotune, on_device_of, packed, programs, rows_of
 from fusions.triton.random import keep
 
 _CONFIGS = [{"COLUMNS": c, "ROWS": r, "num_warps": w} for c, r, w in ((512, 4, 8), (1024, 1, 4), (1024, 4, 8), (2048, 2, 8))]
@@ -68,7 +68,7 @@ def _forward(x: Tensor, bias: Any, residual: Tensor, first: Any, second: Any, pr
     rows, width = flat.shape
     with on_device_of(x):
         _forward_kernel[lambda meta: (triton.cdiv(rows, meta["ROWS"]), triton.cdiv(width, meta["COLUMNS"]))](
-            flat, bias, rows_of(residual), first, second, out, rows, width, drop_threshold_value(prob), 1.0 / (1.0 - prob),
+            flat, packed(bias), rows_of(residual), first, second, out, rows, width, drop_threshold_value(prob), keep_scale(prob),
             BIAS=bias is not None, DROP=first is not None,
         )  # fmt: skip
     return out
@@ -81,7 +81,7 @@ def _backward(grad: Tensor, first: Tensor, second: Tensor, prob: float, bias: bo
     sums = torch.empty(count, width, dtype=torch.float32, device=grad.device) if bias else None
     with on_device_of(grad):
         _backward_kernel[(count, triton.cdiv(width, 512))](
-            flat, first, second, dx, sums, rows, width, drop_threshold_value(prob), 1.0 / (1.0 - prob),
+            flat, first, second, dx, sums, rows, width, drop_threshold_value(prob), keep_scale(prob),
             BIAS=bias, ROWS=4, COLUMNS=512, num_warps=8,
         )  # fmt: skip
     return dx, None if sums is None else sums.sum(0).to(grad.dtype)

@@ -46,6 +46,7 @@ def _forward_kernel(
         if TOTAL:
             totals += tl.where(at < columns, x, 0.0)
     peak = tl.max(peaks, 0)
+    peak = tl.where(peak == float("-inf"), -3.4028234663852886e38, peak)  # all -inf: the sum is 0, not nan
     tl.store(peak_ptr + row, peak)
     tl.store(sum_ptr + row, tl.sum(sums * tl.exp(peaks - peak), 0))
     if TOTAL:

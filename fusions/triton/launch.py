@@ -40,6 +40,11 @@ def rows_of(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
 
 
+def packed(parameter: Tensor | None) -> Tensor | None:
+    """A parameter as kernels index it: without gaps."""
+    return None if parameter is None else parameter.contiguous()
+
+
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

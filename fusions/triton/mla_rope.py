@@ -1,4 +1,7 @@
-"""Rotary embedding of multi-latent attention: the kernels of fused_mla_yarn_rope_apply. A program takes a block of heads."""
+"""Rotary embedding of multi-latent attention: the kernels of fused_mla_yarn_rope_apply. A program takes a block of heads.
+
+Of key_value the rotation is ours; the split, the copy to every head and the sum over heads are torch's own operations.
+"""
 
 from __future__ import annotations
 

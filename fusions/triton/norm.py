@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fusions.kernels import Kernels
-from fusions.random import drop_threshold_value
-from fusions.triton.launch import WARPS, autotune, block, on_device_of, programs, rows_of
+from fusions.random import drop_threshold_value, keep_scale
+from fusions.triton.launch import WARPS, autotune, block, on_device_of, packed, programs, rows_of
 from fusions.triton.random import keep
 
 
@@ -202,8 +202,9 @@ def _launch_forward(
     mean, rstd = (torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device) for _ in range(2))
     with on_device_of(x):
         _forward_kernel[(flat.shape[0],)](
-            flat, bias, None if residual is None else rows_of(residual), first, second, weight, nbias, out, y, mean, rstd,
-            width, eps, drop_threshold_value(prob), 1.0 / (1.0 - prob), RMS=rms, ADD=residual is not None,
+            flat, packed(bias), None if residual is None else rows_of(residual), first, second, packed(weight),
+            packed(nbias), out, y, mean, rstd,
+            width, eps, drop_threshold_value(prob), keep_scale(prob), RMS=rms, ADD=residual is not None,
             BIAS=bias is not None, DROP=first is not None, WEIGHT=weight is not None, NBIAS=nbias is not None,
             BLOCK=block(width), ONE_BLOCK=block(width) >= width,
         )  # fmt: skip
@@ -223,9 +224,10 @@ def _launch_backward(
     tables = [torch.empty(count, width, dtype=torch.float32, device=saved.device) for _ in range(3 if has_bias else 2)]
     with on_device_of(saved):
         _backward_kernel[(count,)](
-            rows_of(grad), None if dout is None else rows_of(dout), flat, weight, nbias, mean, rstd, first, second,
+            rows_of(grad), None if dout is None else rows_of(dout), flat, packed(weight), packed(nbias), mean, rstd,
+            first, second,
             dsum, dx, tables[0], tables[1], tables[2] if has_bias else None, flat.shape[0], width,
-            drop_threshold_value(prob), 1.0 / (1.0 - prob), RMS=mean is None, ADD=add is not None, DOUT=dout is not None,
+            drop_threshold_value(prob), keep_scale(prob), RMS=mean is None, ADD=add is not None, DOUT=dout is not None,
             BIAS=has_bias, DROP=first is not None, WEIGHT=weight is not None, NBIAS=nbias is not None,
             FROM_OUTPUT=from_output, BLOCK=block(width), ONE_BLOCK=block(width) >= width,
             num_warps=min(16, max(4, block(width) // 1024)),

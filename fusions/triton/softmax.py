@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fusions.kernels import Kernels
-from fusions.random import drop_threshold_value
+from fusions.random import drop_threshold_value, keep_scale
 from fusions.triton.launch import WARPS, autotune, block, on_device_of
 from fusions.triton.random import keep
 
@@ -129,23 +129,31 @@ def _backward_kernel(
     mask_row_ptr = _mask_row(mask_ptr, row, sq, heads, stride_b, stride_n, stride_q)
     peak, share = tl.load(peak_ptr + row), tl.load(share_ptr + row)
     columns = tl.arange(0, BLOCK)
-    products = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, sk, BLOCK):
+    if ONE_BLOCK:  # names that are first bound inside a loop do not exist after it, so the two forms are apart
         probs, g = _probs_and_grad(
-            grad_ptr, saved_ptr, mask_row_ptr, first_ptr, second_ptr, row, query, start + columns, sq, sk, stride_k, scale,
+            grad_ptr, saved_ptr, mask_row_ptr, first_ptr, second_ptr, row, query, columns, sq, sk, stride_k, scale,
             window, peak, share, threshold, keep_scale, CAUSAL, WINDOW, MASK, DROP, HALF,
         )  # fmt: skip
-        products += probs * g
-    through = tl.sum(products, 0)
-    for start in range(0, sk, BLOCK):
-        at = start + columns
-        if not ONE_BLOCK:
+        through = tl.sum(probs * g, 0)
+        dx = scale * probs * (g - through)
+        tl.store(dx_ptr + row * sk + columns, dx.to(dx_ptr.dtype.element_ty), mask=columns < sk)
+    else:
+        products = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, sk, BLOCK):
+            probs, g = _probs_and_grad(
+                grad_ptr, saved_ptr, mask_row_ptr, first_ptr, second_ptr, row, query, start + columns, sq, sk, stride_k, scale,
+                window, peak, share, threshold, keep_scale, CAUSAL, WINDOW, MASK, DROP, HALF,
+            )  # fmt: skip
+            products += probs * g
+        through = tl.sum(products, 0)
+        for start in range(0, sk, BLOCK):
+            at = start + columns
             probs, g = _probs_and_grad(
                 grad_ptr, saved_ptr, mask_row_ptr, first_ptr, second_ptr, row, query, at, sq, sk, stride_k, scale,
                 window, peak, share, threshold, keep_scale, CAUSAL, WINDOW, MASK, DROP, HALF,
             )  # fmt: skip
-        dx = scale * probs * (g - through)
-        tl.store(dx_ptr + row * sk + at, dx.to(dx_ptr.dtype.element_ty), mask=at < sk)
+            dx = scale * probs * (g - through)
+            tl.store(dx_ptr + row * sk + at, dx.to(dx_ptr.dtype.element_ty), mask=at < sk)
     if SINK:
         sink = tl.load(sink_ptr + ((row // sq) % heads) % sinks).to(tl.float32)
         tl.store(dsink_ptr + row, -tl.exp(sink - peak) * share * through)
@@ -159,7 +167,7 @@ def _common(shape: torch.Size, mask: Any, sink: Any, drop: Any, rule: Any) -> tu
     sizes = (sq, sk, heads, 1 if sink is None else sink.numel(), *strides, scale, window or 0, drop_threshold_value(prob))
     flags = {"CAUSAL": causal, "WINDOW": window is not None, "MASK": mask is not None, "SINK": sink is not None,
              "DROP": drop is not None, "BLOCK": block(sk), "ONE_BLOCK": block(sk) >= sk}  # fmt: skip
-    return (*sizes, 1.0 / (1.0 - prob)), flags
+    return (*sizes, keep_scale(prob)), flags
 
 
 def _forward(scores: Tensor, mask: Any, sink: Any, drop: Any, rule: Any) -> tuple[Any, ...]:

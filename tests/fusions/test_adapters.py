@@ -341,6 +341,10 @@ def test_N02_a_kernels_limit_is_an_obstacle_that_names_shape_and_limit() -> None
     (obstacle,) = on_gpu("scale_mask_softmax", "apex", "bf16", (2, 4, 64, 64), **(causal | {"sink": "learnable"}))
     assert "sink is learnable" in str(obstacle)
     assert on_gpu("scale_mask_softmax", "apex", "bf16", (2, 4, 9, 13), **(causal | {"causal": False, "window": 3})) == []
+    (obstacle,) = on_gpu("scale_mask_softmax", "apex", "bf16", (1, 4, 64, 64), **causal)  # 8 rows a block up to 128 keys
+    assert "batch x heads 4 by 8" in str(obstacle)
+    (obstacle,) = on_gpu("scale_mask_softmax", "apex", "bf16", (2, 4, 20480, 20480), **(causal | {"mask": True}))
+    assert "12288" in str(obstacle)
 
 
 def test_every_precondition_is_an_obstacle() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusions import autotune, fused_bias_gelu
+from fusions import autotune, fused_adam, fused_bias_gelu, fused_linear_wgrad
 from fusions.catalogue import OPERATIONS
 from fusions.machine import Machine, probe
 from fusions.registry import Facts, Request, resolve
@@ -28,12 +28,35 @@ def request(machine: Machine = HERE) -> Request:
 
 
 def test_every_correct_candidate_is_timed_and_a_wrong_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = autotune.measure(request(), torch.device("cpu"), rounds=3)
+    times = autotune.measure(request(), torch.device("cpu"), rounds=3).times
     assert set(times) == {"reference", "compile"} and all(ms > 0 for ms in times.values())
     monkeypatch.setitem(
         fused_bias_gelu.BACKENDS["bias_gelu"], "compile", lambda x, b, a: fused_bias_gelu.reference(x, b, "gelu")
     )
-    assert set(autotune.measure(request(), torch.device("cpu"), rounds=1)) == {"reference"}
+    found = autotune.measure(request(), torch.device("cpu"), rounds=1)
+    assert set(found.times) == {"reference"} and "isn't the reference's" in found.left_out["compile"]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setitem(fused_bias_gelu.BACKENDS["bias_gelu"], "compile", fails)
+    assert "no such instruction" in autotune.measure(request(), torch.device("cpu"), rounds=1).left_out["compile"]
+
+
+@pytest.mark.parametrize(("operation", "backend"), [("adamw", "torch"), ("linear_wgrad", "addmm")])
+def test_a_backend_that_leaves_nothing_behind_is_wrong(
+    operation: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = Facts(HERE, "fp32", 1, False, (64, 32) if operation == "linear_wgrad" else (500,), (("inputs", 16),))
+    asked = Request("flag", "site", OPERATIONS[operation], "auto", facts)
+    assert backend in autotune.measure(asked, torch.device("cpu"), rounds=1).times
+    if operation == "adamw":
+        monkeypatch.setitem(fused_adam.BACKENDS["adamw"], "torch", lambda *_: None)
+    else:
+        monkeypatch.setattr(fused_linear_wgrad, "add_product", lambda *_: None)
+        idle = lambda x, w, slot: fused_linear_wgrad._Linear.apply(x, w.detach(), slot, None)  # noqa: E731
+        monkeypatch.setitem(fused_linear_wgrad.BACKENDS["linear_wgrad"], "addmm", idle)
+    assert backend in autotune.measure(asked, torch.device("cpu"), rounds=1).left_out
 
 
 @pytest.mark.parametrize(
@@ -55,7 +78,7 @@ def test_times_are_measured_once_and_come_from_the_cache_then(monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config, measured = run_config({"transformer.bias_activation_fusion": "auto"}), []
 
-    def measure(request: Request, device: torch.device) -> dict[str, float]:
+    def measure(request: Request, device: torch.device, log: Log) -> dict[str, float]:
         measured.append(request.key)
         return {"reference": 2.0, "compile": 1.0}
 
@@ -65,7 +88,7 @@ def test_times_are_measured_once_and_come_from_the_cache_then(monkeypatch: pytes
         times = auto.auto_times(config, machine, torch.device("cpu"), {}, Log(rank=0))
     assert len(measured) == 1 and list(times.values()) == [{"reference": 2.0, "compile": 1.0}]
     other = Machine("cpu", "", "2.14.0")
-    assert auto.cached_times(auto.auto_requests(config, other), other) == {}  # another torch: measured again
+    assert auto.cached_times(auto.auto_requests(config, other), other, 1) == {}  # another torch: measured again
 
 
 def test_a_resume_takes_the_plan_of_the_checkpoint() -> None:

@@ -96,6 +96,38 @@ def test_swiglu_with_weights_clamp_and_fp8_store(dtype: torch.dtype) -> None:
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=0.2, atol=0.2)  # fp8 rounds to 2^-4
 
 
+def test_three_dimensions_with_one_weight_per_token() -> None:
+    x, w = torch.randn(3, 2, 8), torch.rand(6, 1)
+    flat = x.view(6, 8)
+    for ours, plain in (
+        (weighted_bias_swiglu_impl(x, None, w), weighted_bias_swiglu_impl(flat, None, w)),
+        (weighted_bias_quick_geglu_impl(x, None, w), weighted_bias_quick_geglu_impl(flat, None, w)),
+        (weighted_squared_relu_impl(x, w), weighted_squared_relu_impl(flat, w)),
+    ):
+        assert ours.shape[:2] == (3, 2)
+        torch.testing.assert_close(ours.view(plain.shape), plain)
+
+
+def test_a_bias_per_row_is_not_taken_for_one_per_column() -> None:
+    x, bias = torch.randn(2, 3, 3), torch.randn(3, 1)
+    torch.testing.assert_close(bias_gelu_impl(x, bias), F.gelu(x + bias, approximate="tanh"))
+    out = get_bias_dropout_add(True, True)((x, bias), torch.zeros(2, 3, 3), 0.0)
+    torch.testing.assert_close(out, x + bias)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_probability_1_drops_everything_and_a_parameter_is_never_written(fused: bool) -> None:
+    x, residual = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
+    out = get_bias_dropout_add(True, fused)((x, None), residual, 1.0)
+    assert torch.equal(out.detach(), residual)
+    out.sum().backward()
+    assert x.grad.abs().max() == 0
+    parameter = torch.nn.Parameter(torch.ones(4, 8))
+    with torch.no_grad():
+        get_bias_dropout_add(False, fused)((parameter, None), residual, 0.5)
+    assert torch.equal(parameter, torch.ones(4, 8))
+
+
 def test_helpers_and_their_backs_agree_with_autograd() -> None:
     x, g, b, w = torch.randn(5, 12), torch.randn(5, 6), torch.randn(12), torch.rand(5, 1)
     cases = [
@@ -269,6 +301,14 @@ def test_mla_packed_tokens_start_again_with_each_sequence() -> None:
     torch.testing.assert_close(key[3:], one[:, 0])
     torch.testing.assert_close(value, kv[..., 5:])
     rows = torch.arange(16.0).view(16, 1, 1, 1)
+    assert rows_for_tokens(rows, 8, torch.tensor([0, 3, 6]), 0, 1).flatten().tolist()[:6] == [
+        0,
+        1,
+        2,
+        0,
+        1,
+        2,
+    ]  # two of padding
     assert rows_for_tokens(rows, 4, torch.tensor([0, 8]), 1, 2).flatten().tolist() == [2, 3, 4, 5]
 
 

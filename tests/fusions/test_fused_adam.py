@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusions.fused_adam import BACKENDS, Group
+from fusions.parity import adamw_differences
 
 SHAPES = [(5, 7), (1,), (3000,), (2, 3, 4)]
 HERE = ["reference", "torch", "triton"]
@@ -36,6 +37,11 @@ def test_three_steps_are_those_of_torch_in_fp64(backend: str, copies: torch.dtyp
         rounding = torch.finfo(copies).eps if backend == "triton" else 0.0  # Triton's interpreter truncates to bf16
         torch.testing.assert_close(copy.float(), p.to(copies).float(), rtol=rounding, atol=0)
     assert [float(s) for s in ours.steps] == [3.0] * len(SHAPES)
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_the_check_for_a_gpu_finds_nothing_here(backend: str) -> None:
+    assert adamw_differences(backend, "cpu") == []
 
 
 @pytest.mark.parametrize("backend", HERE)

@@ -160,3 +160,15 @@ def test_N27_class_0_counts_and_a_mask_is_applied_per_token(function) -> None:
     mask = torch.zeros(10)
     mask[3] = 1
     torch.testing.assert_close((losses * mask).sum() / mask.sum(), torch.tensor(2.0794415))
+
+
+@pytest.mark.parametrize("function", ALL)
+def test_a_column_of_minus_infinity_and_a_shard_full_of_them(function) -> None:
+    logits = torch.tensor([[0.0, float("-inf"), 0.0, 0.0]], requires_grad=True)
+    loss = function(logits, torch.tensor([0]), None)
+    loss.sum().backward()
+    torch.testing.assert_close(loss.detach(), torch.tensor([math.log(3)]))
+    assert torch.isfinite(logits.grad).all()
+    kernels = ce.COMPILED if function is not ce.triton else ce.triton_kernels("cross_entropy")
+    peak, total, _ = kernels.forward(torch.full((2, 5), float("-inf")), ce.loss_rule(5, None, None))
+    assert torch.isfinite(peak).all() and total.tolist() == [0.0, 0.0]

@@ -96,6 +96,13 @@ def test_no_tensor_of_the_size_of_all_logits_is_kept_or_made(monkeypatch: pytest
     assert largest <= 16 * 4096 < hidden.shape[0] * 4096
 
 
+def test_no_tokens_no_loss() -> None:
+    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    loss = linear_ce.compiled(hidden, weight, torch.zeros(0, dtype=torch.long), None)
+    loss.sum().backward()
+    assert loss.shape == (0,) and weight.grad.abs().max() == 0
+
+
 def test_N17_the_same_number_with_and_without_a_gradient() -> None:
     hidden, weight, target = torch.zeros(2, 4), torch.randn(3, 4), torch.tensor([0, 2])
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):

@@ -91,6 +91,7 @@ def test_T01_T08_T09_T11_the_same_training_at_every_size(
 
 # Flags whose operation the plain model doesn't have, and the models that have it.
 OWN_MODEL = {
+    "persist_layer_norm": {"transformer.normalization": "RMSNorm"},
     "apply_rope_fusion": {"model.position_embedding_type": "rope", "model.rotary_percent": 0.5},
     "use_fused_weighted_squared_relu": {"transformer.activation": "squared_relu"},
 }
