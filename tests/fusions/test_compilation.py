@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from fusions import (
     fused_softmax,
     jit,
 )
-from tests.conftest import ROOT
+from tests.conftest import ROOT, needs_triton
 from tests.models.build import build, run_config, tokens_of
 
 KERNEL_FILES = sorted((ROOT / "fusions/triton").glob("*.py"))
@@ -176,3 +177,21 @@ def test_kernels_count_rows_in_64_bits(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name in names and node.name != "_advance_kernel":
             assert "tl.int64" in ast.unparse(node), node.name
+
+
+@needs_triton
+def test_every_triton_kernel_compiles_for_a_gpu() -> None:
+    """As far as Triton's IR, for sm_90, without a GPU: what the interpreter accepts is not always what the compiler does."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "tests/fusions/triton_frontend.py"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    assert {name: errors for name, (_, errors) in kernels.items() if errors} == {}
+    assert {name.rpartition(".")[2] for name in kernels} >= {
+        "_forward_kernel",
+        "_backward_kernel",
+        "_kernel",
+        "_advance_kernel",
+    }
+    launched = {f"fusions.triton.{p.stem}.{ast.unparse(call.func.value)}" for p in KERNEL_FILES for call, _ in launches(p)}
+    assert set(kernels) == launched

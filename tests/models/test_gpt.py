@@ -362,3 +362,13 @@ def test_N09_the_gate_of_a_gated_mlp_is_the_first_of_each_pair() -> None:
     bias_gate, bias_up = mlp.linear_fc1.bias.view(-1, 2).unbind(1)
     inner = torch.nn.functional.silu(x @ gate.t() + bias_gate) * (x @ up.t() + bias_up)
     torch.testing.assert_close(mlp(x)[0], inner @ mlp.linear_fc2.weight.t(), rtol=1e-5, atol=1e-6)
+
+
+def test_N28_no_attention_here_has_a_relative_bias() -> None:
+    """Moving all positions of a rotary model changes nothing, and no parameter is a bias by distance."""
+    config = run_config({"model.position_embedding_type": "rope"})
+    model = build(config)[0].eval()
+    assert not [name for name, _ in model.named_parameters() if "relative" in name]
+    tokens, _ = tokens_of(config, 1)
+    moved = torch.arange(config.data.seq_length)[None] + 20
+    torch.testing.assert_close(model(tokens), model(tokens, position_ids=moved), rtol=1e-4, atol=1e-5)
