@@ -217,6 +217,8 @@ def _decide(request: Request, times: dict[str, dict[str, float]]) -> Decision:
         passed_over.append((str(asked), Obstacle("backend", f"there is none of {operation.name}; it has {have}")))
     for backend in candidates:
         obstacles = backend.all_obstacles(request.facts)
+        if backend.name == "triton" and asked != "triton" and request.facts.machine.device != "cuda":
+            obstacles = [Obstacle("device", f"{request.facts.machine.device}, needs cuda")]  # its interpreter only by name
         if not obstacles and asked != "auto":
             return decision(backend.name)
         passed_over += [(backend.name, o) for o in obstacles]

@@ -89,3 +89,11 @@ def test_the_compiler_probe_sees_a_missing_compiler(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "no-such-compiler is not on PATH" in compile_problem()
     compile_problem.cache_clear()
+
+
+def test_tritons_interpreter_runs_only_by_name() -> None:
+    interpreted = Machine("cpu", "no compiler", "2.13.0", (("triton", ""),), triton_interpreted=True)
+    assert resolve([request(True, interpreted)]).decisions[0].runs == "reference"
+    assert resolve([request("triton", interpreted)]).decisions[0].runs == "triton"
+    with pytest.raises(FusionError, match=r"'triton' was required.*needs cuda"):
+        resolve([request("triton")])

@@ -302,7 +302,7 @@ def test_missing_compiler_runs_the_references() -> None:
     config = run_config({f"transformer.{flag}": True for flag in FUSION_FLAGS})
     plan = fusion_plan(config, Machine("cpu", "no C++ compiler", "2.13"))
     asked = [d for d in plan.decisions if d.flag in FUSION_FLAGS and d.flag != "gradient_accumulation_fusion" and not d.note]
-    assert len(asked) >= 8 and all(d.runs == "reference" and "no C++ compiler" in d.why for d in asked)
+    assert len(asked) >= 6 and all(d.runs == "reference" and "no C++ compiler" in d.why for d in asked)
     assert build(config, plan)[0](tokens_of(config, 1)[0]).shape[0] == config.data.seq_length
 
 

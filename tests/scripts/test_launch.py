@@ -89,9 +89,9 @@ def test_a_truncated_data_file_names_itself(tiny: Path) -> None:
 
 def test_a_required_fusion_without_a_compiler_is_an_error_and_true_is_a_reference_with_its_reason(tiny: Path) -> None:
     none = {"CXX": "no-such-compiler"}
-    code, output = run(command(tiny, 1, "transformer.persist_layer_norm=compile"), **none)
+    code, output = run(command(tiny, 1, "transformer.bias_dropout_fusion=compile"), **none)
     assert code == 2 and "no-such-compiler is not on PATH" in output
-    code, output = run(command(tiny, 1, "transformer.persist_layer_norm=true", "training.train_iters=2"), **none)
+    code, output = run(command(tiny, 1, "transformer.bias_dropout_fusion=true", "training.train_iters=2"), **none)
     assert code == 0 and "reference  compiler: no C++ compiler (no-such-compiler" in output
 
 
