@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -125,7 +126,8 @@ def test_a_run_with_auto_shows_the_times_it_chose_by(
 
 def test_explain_prints_every_backend_with_its_time_or_its_obstacles(tiny: Path) -> None:
     command = [sys.executable, "scripts/explain.py", str(tiny / "tiny.yaml"), "--backends", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    environment = os.environ | {"CXX": "no-such-compiler"}  # so that an obstacle is seen too, and nothing is compiled
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     rows = {row["operation"]: row for row in json.loads(done.stdout)["backends"]}
     assert {"bias_dropout_add", "layer_norm", "bias_gelu", "scale_mask_softmax", "cross_entropy", "linear_wgrad"} <= set(
         rows
@@ -134,3 +136,4 @@ def test_explain_prints_every_backend_with_its_time_or_its_obstacles(tiny: Path)
         assert row["times_ms"]["reference"] > 0
         assert set(row["times_ms"]) | set(row["obstacles"]) >= {b.name for b in OPERATIONS[row["operation"]].backends}
     assert any("cpu" in why for why in rows["layer_norm"]["obstacles"]["apex"])
+    assert "no-such-compiler is not on PATH" in rows["bias_gelu"]["obstacles"]["compile"][0]

@@ -63,17 +63,17 @@ def rope(s: int) -> Tensor:
 @pytest.mark.parametrize("call", [gelu, bda, softmax, loss, norm, rope], ids=lambda f: f.__name__)
 def test_K04_twenty_lengths_cost_a_few_graphs_and_never_eager(call: Callable[[int], Tensor]) -> None:
     before = jit.graphs()
-    for length in range(16, 36):
+    for length in range(16, 336, 16):
         call(length).sum().backward()
     new = {name: n - before.get(name, 0) for name, n in jit.graphs().items() if n > before.get(name, 0)}
-    assert new and all(number <= 6 for number in new.values()), new  # row_block's 1, 2, 4, 8, 16, 32 are one graph each
+    assert new and all(number <= 3 for number in new.values()), new  # the first length, any length, and one of slack
 
 
 def test_a_run_whose_length_changes_every_iteration(capsys: pytest.CaptureFixture) -> None:
     config = run_config({"model.max_position_embeddings": 64}, fused=True)
     model, counters = build(config)
     before = sum(jit.graphs().values())
-    for length in (20, 24, 28, 32, 36, 40, 44, 48):
+    for length in (16, 32, 48, 64, 16, 48, 32, 64):
         tokens = torch.randint(0, 301, (2, length))
         model(tokens, labels=tokens).mean().backward()
     assert sum(jit.graphs().values()) - before <= 40
