@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from fusions import apex, transformer_engine
-from fusions.kernels import triton_kernels
 
 
 @dataclass
@@ -84,7 +83,9 @@ def torch_fused(group: Group, lr: float, betas: tuple[float, float], eps: float,
 
 def triton(group: Group, lr: float, betas: tuple[float, float], eps: float, scale: Tensor, skip: Tensor) -> None:
     """One Triton kernel over all tensors, the compute copies included."""
-    triton_kernels("adam").forward(group, lr, betas, eps, scale, skip)
+    from fusions.triton import adam  # here, since Triton is optional
+
+    adam.step(group, lr, betas, eps, scale, skip)
 
 
 def with_apex(group: Group, lr: float, betas: tuple[float, float], eps: float, scale: Tensor, skip: Tensor) -> None:

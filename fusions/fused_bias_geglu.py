@@ -10,11 +10,13 @@ The arithmetic is in activation.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from fusions.activation import COMPILED, Rule, bias_activation
 from fusions.fused_bias_gelu import activation_function
-from fusions.kernels import triton_kernels
+from fusions.kernels import Kernels, triton_kernels
 
 
 def reference(
@@ -35,32 +37,27 @@ def reference(
     return (y if weights is None else y * weights).to(x.dtype)
 
 
-def compiled(
-    x: Tensor,
-    bias: Tensor | None = None,
-    weights: Tensor | None = None,
-    *,
-    act: str = "gelu_tanh",
-    clamp: float | None = None,
-    offset: float = 0.0,
-    fp8_input_store: bool = False,
-) -> Tensor:
-    """The same in one pass forward and one backward."""
-    return bias_activation(COMPILED, x, bias, Rule(act, True, clamp, offset), weights, fp8_input_store)
+def compiled(x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None, **options: Any) -> Tensor:
+    """The same in one pass forward and one backward. Options as in `reference`."""
+    return _fused(COMPILED, x, bias, weights, **options)
 
 
-def triton(
-    x: Tensor,
-    bias: Tensor | None = None,
-    weights: Tensor | None = None,
-    *,
-    act: str = "gelu_tanh",
-    clamp: float | None = None,
-    offset: float = 0.0,
-    fp8_input_store: bool = False,
-) -> Tensor:
+def triton(x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None, **options: Any) -> Tensor:
     """The same with Triton kernels."""
-    kernels = triton_kernels("activation")
+    return _fused(triton_kernels("activation"), x, bias, weights, **options)
+
+
+def _fused(
+    kernels: Kernels,
+    x: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    *,
+    act: str = "gelu_tanh",
+    clamp: float | None = None,
+    offset: float = 0.0,
+    fp8_input_store: bool = False,
+) -> Tensor:
     return bias_activation(kernels, x, bias, Rule(act, True, clamp, offset), weights, fp8_input_store)
 
 

@@ -9,11 +9,13 @@ relative per input). The reference keeps four to six tensors of half its size. T
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusions.activation import COMPILED, Rule, bias_activation
-from fusions.kernels import triton_kernels
+from fusions.kernels import Kernels, triton_kernels
 
 
 def reference(
@@ -32,28 +34,26 @@ def reference(
     return (y if weights is None else y * weights).to(x.dtype)
 
 
-def compiled(
-    x: Tensor,
-    bias: Tensor | None = None,
-    weights: Tensor | None = None,
-    *,
-    clamp: float | None = None,
-    fp8_input_store: bool = False,
-) -> Tensor:
-    """The same in one pass forward and one backward."""
-    return bias_activation(COMPILED, x, bias, Rule("silu", True, clamp), weights, fp8_input_store)
+def compiled(x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None, **options: Any) -> Tensor:
+    """The same in one pass forward and one backward. Options as in `reference`."""
+    return _fused(COMPILED, x, bias, weights, **options)
 
 
-def triton(
-    x: Tensor,
-    bias: Tensor | None = None,
-    weights: Tensor | None = None,
-    *,
-    clamp: float | None = None,
-    fp8_input_store: bool = False,
-) -> Tensor:
+def triton(x: Tensor, bias: Tensor | None = None, weights: Tensor | None = None, **options: Any) -> Tensor:
     """The same with Triton kernels."""
-    return bias_activation(triton_kernels("activation"), x, bias, Rule("silu", True, clamp), weights, fp8_input_store)
+    return _fused(triton_kernels("activation"), x, bias, weights, **options)
+
+
+def _fused(
+    kernels: Kernels,
+    x: Tensor,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    *,
+    clamp: float | None = None,
+    fp8_input_store: bool = False,
+) -> Tensor:
+    return bias_activation(kernels, x, bias, Rule("silu", True, clamp), weights, fp8_input_store)
 
 
 BACKENDS = {"bias_swiglu": {"reference": reference, "compile": compiled, "triton": triton}}

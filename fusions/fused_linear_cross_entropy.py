@@ -29,6 +29,7 @@ from fusions.fused_cross_entropy import (
     nothing,
     upstream_factor,
 )
+from fusions.fused_linear_wgrad import add_product
 from fusions.kernels import HALF, Kernels, triton_kernels
 
 CHUNK_BYTES = 32 << 20  # of logits at a time: large enough for a matrix product at full speed, small beside a GPU's memory
@@ -113,18 +114,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d = ctx.kernels.backward(logits, local[chunk], peak[chunk], factor[chunk], grad[chunk], ctx.rule)
             del logits
             torch.mm(d, weight, out=dhidden[chunk])
-            _add_product(dweight, d, hidden[chunk])
+            add_product(hidden[chunk], d, dweight)
         return dhidden, dweight.to(weight.dtype), None, None, None, None
-
-
-def _add_product(total: Tensor, d: Tensor, x: Tensor) -> None:
-    """total += d^T x, in total's dtype."""
-    if total.dtype == d.dtype:
-        total.addmm_(d.t(), x)
-    elif total.is_cuda:
-        torch.addmm(total, d.t(), x, out_dtype=total.dtype, out=total)
-    else:
-        total.add_(d.t() @ x)
 
 
 BACKENDS = {"linear_cross_entropy": {"reference": reference, "compile": compiled, "triton": triton}}

@@ -54,13 +54,13 @@ def with_transformer_engine(x: Tensor, weight: Tensor, slot: GradientSlot) -> Te
 
 
 def add_product(x: Tensor, grad: Tensor, total: Tensor) -> None:
-    """total += grad^T x. Raises RuntimeError for half precision on a CPU, which has no such product."""
+    """total += grad^T x, in one product where there is one: not for half precision into fp32 on a CPU."""
     if total.dtype == x.dtype:
         total.addmm_(grad.t(), x)
     elif total.is_cuda:
         torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
     else:
-        raise RuntimeError(f"a {x.dtype} product can't be added to {total.dtype} on a CPU; use the reference")
+        total.add_(grad.t() @ x)
 
 
 class _Linear(torch.autograd.Function):

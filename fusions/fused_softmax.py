@@ -61,9 +61,20 @@ def _with_sink(x: Tensor, sink: Tensor, dim: int) -> Tensor:
     return torch.softmax(torch.cat([x, column], dim), dim)[..., :-1]
 
 
-def compiled(
+def compiled(scores: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+    """The same in one pass forward and one backward. Options as in `reference`."""
+    return _fused(_COMPILED, scores, attention_mask, **options)
+
+
+def triton(scores: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+    """The same with Triton kernels."""
+    return _fused(triton_kernels("softmax"), scores, attention_mask, **options)
+
+
+def _fused(
+    kernels: Kernels,
     scores: Tensor,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | None,
     *,
     scale: float = 1.0,
     causal: bool = False,
@@ -73,27 +84,9 @@ def compiled(
     mask_key: MaskKey | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """The same in one pass forward and one backward; always fp32 inside, so `in_fp32` changes nothing."""
+    """Always fp32 inside, so `in_fp32` changes nothing."""
     drop = _drop_rule(scores, mask_key, dropout_prob)
-    return _Softmax.apply(scores, attention_mask, sink, drop, (scale, causal or bool(window), window), _COMPILED)
-
-
-def triton(
-    scores: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    causal: bool = False,
-    window: int | None = None,
-    in_fp32: bool = True,
-    dropout_prob: float = 0.0,
-    mask_key: MaskKey | None = None,
-    sink: Tensor | None = None,
-) -> Tensor:
-    """The same with Triton kernels, always fp32 inside."""
-    drop = _drop_rule(scores, mask_key, dropout_prob)
-    rule = (scale, causal or bool(window), window)
-    return _Softmax.apply(scores, attention_mask, sink, drop, rule, triton_kernels("softmax"))
+    return _Softmax.apply(scores, attention_mask, sink, drop, (scale, causal or bool(window), window), kernels)
 
 
 @functools.lru_cache(maxsize=16)

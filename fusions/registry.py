@@ -75,10 +75,6 @@ class Operation:
         """The backend of that name, or None where this operation has none."""
         return next((b for b in self.backends if b.name == name), None)
 
-    def preferred(self, machine: Machine) -> list[Backend]:
-        """The backends in the order `true` tries them: interpreted Triton, which is slow, last."""
-        return sorted(self.backends, key=lambda b: b.name == "triton" and machine.device != "cuda")
-
     def function(self, backend: str) -> Callable[..., Any]:
         """The implementation of a backend, or of "reference"; imports the operation's module."""
         return importlib.import_module(self.module).BACKENDS[self.name][backend]
@@ -103,11 +99,16 @@ class Request:
         shape = "x".join(map(str, facts.shape))
         return f"{self.operation.name} [{shape} {facts.dtype}] {options}"
 
+    def obstacles(self, backend: Backend) -> list[Obstacle]:
+        """What stands in a backend's way here. Triton's interpreter, which is slow, runs only if asked for by name."""
+        device = self.facts.machine.device
+        if backend.name == "triton" and self.asked != "triton" and device != "cuda":
+            return [Obstacle("device", f"{device}, needs cuda")]
+        return backend.all_obstacles(self.facts)
+
     def candidates(self) -> list[str]:
-        """What is worth measuring: the backends without an obstacle, best first, but not an interpreter; and the reference."""
-        machine = self.facts.machine
-        fine = [b.name for b in self.operation.preferred(machine) if not b.all_obstacles(self.facts)]
-        return [*(name for name in fine if name != "triton" or machine.device == "cuda"), REFERENCE]
+        """The backends without an obstacle, best first, and the reference: what is worth measuring."""
+        return [*(b.name for b in self.operation.backends if not self.obstacles(b)), REFERENCE]
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,8 @@ class Decision:
         """The reasons in one line."""
         times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in sorted(self.times_ms, key=lambda t: t[1]))
         notes = [text for text in (self.note, f"measured: {times}" if times else "") if text]
-        elsewhere = {
-            b for b, o in self.obstacles if o.kind == "device"
-        }  # made for another device: the rest is beside the point
+        # Of a backend that is made for another device, the rest is beside the point.
+        elsewhere = {b for b, o in self.obstacles if o.kind == "device"}
         backends: dict[str, list[str]] = {}
         for name, obstacle in self.obstacles:
             if name not in elsewhere or obstacle.kind == "device":
@@ -211,14 +211,12 @@ def _decide(request: Request, times: dict[str, dict[str, float]]) -> Decision:
         return decision(REFERENCE, f"no effect: {request.without_effect}")
     if asked is False:
         return decision(REFERENCE)
-    candidates = [b for b in operation.preferred(request.facts.machine) if asked in (True, "auto") or b.name == asked]
+    candidates = [b for b in operation.backends if asked in (True, "auto") or b.name == asked]
     if not candidates:
         have = ", ".join(b.name for b in operation.backends)
         passed_over.append((str(asked), Obstacle("backend", f"there is none of {operation.name}; it has {have}")))
     for backend in candidates:
-        obstacles = backend.all_obstacles(request.facts)
-        if backend.name == "triton" and asked != "triton" and request.facts.machine.device != "cuda":
-            obstacles = [Obstacle("device", f"{request.facts.machine.device}, needs cuda")]  # its interpreter only by name
+        obstacles = request.obstacles(backend)
         if not obstacles and asked != "auto":
             return decision(backend.name)
         passed_over += [(backend.name, o) for o in obstacles]

@@ -60,7 +60,9 @@ def gpt_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters) ->
     block = TransformerBlockSubmodules(ModuleSpec(TransformerLayer, submodules=layer), bind.norm("final_layernorm"))
     loss = plan.decision("cross_entropy_loss_fusion", "output_layer")
     from_hidden = loss.operation == "linear_cross_entropy" and loss.runs != REFERENCE
-    return GPTSpec(block, bind("cross_entropy_loss_fusion", "output_layer", from_hidden), from_hidden)
+    # Without the projection fused in, the loss is the plain one of the logits, which the head computes as always.
+    operation = loss.operation if from_hidden else "cross_entropy"
+    return GPTSpec(block, bind("cross_entropy_loss_fusion", "output_layer", operation), from_hidden)
 
 
 class _Binder:
@@ -69,11 +71,10 @@ class _Binder:
     def __init__(self, plan: FusionPlan, counters: Counters):
         self.plan, self.counters = plan, counters
 
-    def __call__(self, flag: str, site: str, from_hidden: bool = True) -> BoundFusion:
+    def __call__(self, flag: str, site: str, operation: str = "") -> BoundFusion:
+        """The decided function of a site; `operation` where another one than the decided has its reference."""
         decision = self.plan.decision(flag, site)
-        # Without the projection fused in, the loss is the plain one of the logits, which the head computes as always.
-        name = decision.operation if from_hidden or flag != "cross_entropy_loss_fusion" else "cross_entropy"
-        return BoundFusion(OPERATIONS[name], decision, self.counters, self.plan.strict)
+        return BoundFusion(OPERATIONS[operation or decision.operation], decision, self.counters, self.plan.strict)
 
     def norm(self, site: str) -> ModuleSpec:
         return ModuleSpec(Norm, {"function": self("persist_layer_norm", site)})
@@ -88,12 +89,9 @@ class _Binder:
 
     def split_qkv(self) -> Slot:
         decision = self.plan.decision("apply_rope_fusion", "self_attention")
-        bound = self("apply_rope_fusion", "self_attention")
         if decision.operation == "qkv_rope" and decision.runs != REFERENCE:
-            return RotatePacked(bound)
-        if decision.operation == "qkv_rope":  # not fused: split first, and rotate with the plain form
-            return SplitThenRotate(OPERATIONS["rope"].function(REFERENCE))
-        return SplitThenRotate(bound)
+            return RotatePacked(self("apply_rope_fusion", "self_attention"))
+        return SplitThenRotate(self("apply_rope_fusion", "self_attention", "rope"))
 
     def activation(self, config: TransformerConfig) -> Slot:
         squared = activation_operation(config) == "squared_relu"

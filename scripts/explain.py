@@ -97,10 +97,10 @@ def backend_times(config: RunConfig, machine: Machine) -> list[dict[str, Any]]:
             continue
         found = measure(request, torch.device(machine.device))
         times = found.times
-        backends = {b.name: [str(o) for o in b.all_obstacles(request.facts)] for b in request.operation.backends}
+        backends = {b.name: [str(o) for o in request.obstacles(b)] for b in request.operation.backends}
         for name, why in backends.items():
             if not why and name not in times:
-                why.append(found.left_out.get(name, "runs only in Triton's interpreter here"))
+                why.append(found.left_out[name])
         rows[request.key] = {
             "operation": request.operation.name, "shape": list(request.facts.shape), "dtype": request.facts.dtype,
             "sites": [request.site], "times_ms": times, "obstacles": {b: why for b, why in backends.items() if why},

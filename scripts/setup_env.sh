@@ -29,11 +29,11 @@ setup_env() {
             [ "$(uname)" = Darwin ] && build=""
             pip install -q --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu \
                 "torch==$torch_version$build" || return 1
-            # A CUDA build brings its own Triton; beside a CPU build ours is only for Triton's interpreter (Linux).
-            if [ "$(uname)" = Linux ] && [ -n "$extra" ]; then
-                pip install -q --no-deps "triton==3.9.0" || echo "no Triton: its tests are skipped" >&2
-            fi
         fi
+    fi
+    # A CUDA build brings its own Triton; beside a CPU build it is only there for the tests, in its interpreter (Linux).
+    if [ "$extra" = dev ] && [ "$(uname)" = Linux ] && ! python -c 'import triton' 2>/dev/null; then
+        pip install -q --no-deps "triton==3.9.0" || echo "no Triton: its tests are skipped" >&2
     fi
     echo "torch==$torch_version" >.venv/torch-constraint.txt
     pip install -q -c requirements/constraints.txt -c .venv/torch-constraint.txt -e ".${extra:+[$extra]}" || return 1

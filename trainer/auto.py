@@ -91,7 +91,7 @@ def broadcast(value: Any) -> Any:
 
 
 def _usable(request: Request, times: dict[str, float] | None) -> bool:
-    """Whether the times are of just the candidates that there are now."""
+    """Whether each backend that was measured can still be chosen."""
     return times is not None and set(times) <= set(request.candidates()) and len(times) > 0
 
 

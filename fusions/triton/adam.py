@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusions.kernels import Kernels
 from fusions.triton.launch import on_device_of
 
 _BLOCK = 2048
@@ -72,7 +71,8 @@ def _chunks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tenso
     return torch.tensor(sizes, device=device), tensors.to(device, torch.int32), chunks.to(device, torch.int32)
 
 
-def _step(group: Any, lr: float, betas: tuple[float, float], eps: float, scale: Tensor, skip: Tensor) -> None:
+def step(group: Any, lr: float, betas: tuple[float, float], eps: float, scale: Tensor, skip: Tensor) -> None:
+    """One update; see fused_adam.py."""
     parameters = group.parameters
     if not all(t.is_contiguous() for ts in (parameters, group.exp_avgs, group.exp_avg_sqs, group.copies) for t in ts):
         raise ValueError("parameters, their state and their copies must be contiguous")
@@ -90,10 +90,3 @@ def _step(group: Any, lr: float, betas: tuple[float, float], eps: float, scale: 
             COPY=bool(group.copies), BF16=bf16, BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
         _advance_kernel[(len(parameters),)](addresses, skip, len(parameters))
-
-
-def _no_backward(*_: Any) -> None:
-    raise NotImplementedError("an optimizer step has no gradient")
-
-
-KERNELS = Kernels(_step, _no_backward)

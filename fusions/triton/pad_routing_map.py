@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fusions.kernels import Kernels
 from fusions.triton.launch import on_device_of
 
 
@@ -31,17 +28,10 @@ def _kernel(map_ptr, out_ptr, tokens, experts, multiple, BLOCK: tl.constexpr):
         seen += tl.sum(1 - one, 0)
 
 
-def _forward(routing_map: Tensor, pad_multiple: int) -> Tensor:
+def pad(routing_map: Tensor, pad_multiple: int) -> Tensor:
     ones = routing_map.contiguous().to(torch.int8)
     out = torch.empty_like(ones)
     tokens, experts = ones.shape
     with on_device_of(ones):
         _kernel[(experts,)](ones, out, tokens, experts, pad_multiple, BLOCK=1024)
     return out.to(routing_map.dtype)
-
-
-def _no_backward(*_: Any) -> None:
-    raise NotImplementedError("a routing map has no gradient")
-
-
-KERNELS = Kernels(_forward, _no_backward)
