@@ -26,6 +26,7 @@ class RunSection(Section):
     name: str = Field(description="Name of the run; everything it writes is under runs/<name>/.", pattern=r"^\w[\w.\-]*$")
     directory: str | None = Field(None, description="Folder of the run instead of runs/<name>.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one, else cpu.")
+    threads: PositiveInt | None = Field(None, description="CPU threads of one process; null: the cores, shared out.")
 
     @property
     def path(self) -> str:
@@ -132,6 +133,10 @@ class TrainingConfig(Section):
     seed: NonNegativeInt = Field(1234, lt=2**63, description="Of weights, data order and dropout masks.")
     eval_interval: PositiveInt | None = Field(None, description="Iterations between validations; null: only at the end.")
     eval_iters: NonNegativeInt = Field(10, description="Global batches of one validation; 0: none.")
+    compile_layers: bool = Field(
+        False,
+        description="torch.compile of every transformer layer as a whole, with the fusions that the flags chose in it.",
+    )
     max_nonfinite_iters: PositiveInt = Field(
         10, description="End the job after this many iterations in a row whose gradient is not finite (each is skipped)."
     )

@@ -89,6 +89,7 @@ def _fused(
     return _Softmax.apply(scores, attention_mask, sink, drop, (scale, causal or bool(window), window), kernels)
 
 
+@torch.compiler.assume_constant_result
 @functools.lru_cache(maxsize=16)
 def causal_mask(sq: int, sk: int, window: int | None, device: torch.device) -> Tensor:
     """Boolean [sq, sk], True = masked out: keys after the query, and keys more than `window` - 1 before it."""

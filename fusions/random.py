@@ -86,7 +86,13 @@ def random_mask_key(x: Tensor) -> MaskKey:
 
 
 def keep_mask(key: MaskKey, columns: int, prob: float) -> Tensor:
-    """Boolean mask of key's shape + [columns]: False with probability `prob`. Eager, in place, a cache-sized chunk at a time."""
+    """Boolean mask of key's shape + [columns]: False with probability `prob`. Eager, in place, a cache-sized chunk at a time.
+
+    In a layer that is compiled as a whole it is one expression: a loop would be unrolled.
+    """
+    if torch.compiler.is_compiling():
+        device = key.first.device
+        return keep_mask_expression(column_counters(columns, device), key.first, key.second, drop_threshold(prob, device))
     first, second = key.first.reshape(-1, 1), key.second.reshape(-1, 1)
     rows, threshold = first.shape[0], drop_threshold_value(prob)
     counters = column_counters(columns, first.device)
@@ -120,6 +126,7 @@ def keep_mask_expression(counters: Tensor, first: Tensor, second: Tensor, thresh
     return v >= threshold
 
 
+@torch.compiler.assume_constant_result
 @functools.lru_cache(maxsize=32)
 def drop_threshold(prob: float, device: torch.device) -> Tensor:
     """int32 scalar: elements below it are dropped."""
@@ -127,6 +134,7 @@ def drop_threshold(prob: float, device: torch.device) -> Tensor:
         return torch.tensor(drop_threshold_value(prob), dtype=torch.int32, device=device)
 
 
+@torch.compiler.assume_constant_result  # in a layer that is compiled as a whole, too, it comes from outside
 @functools.lru_cache(maxsize=32)
 def column_counters(columns: int, device: torch.device) -> Tensor:
     """int32 [columns]: what each column contributes to the hash of its element."""

@@ -312,3 +312,35 @@ class BoundFusion:
         if facts is None or backend is None:
             return ""
         return "; ".join(map(str, backend.all_obstacles(replace(facts, shape=shape))))
+
+
+class TracedFusion(BoundFusion):
+    """The same inside a layer that is compiled as a whole.
+
+    There a Python counter would recompile the layer at every call, so what ran is noted when the layer is traced, and whoever
+    calls the layer counts.
+    """
+
+    _reason, _called = "", False
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  said by the class
+        self._called = True
+        if self._backend is None:
+            return self._reference(x, *args, **kwargs)
+        self._reason = self._obstacles(tuple(x.shape))
+        if not self._reason:
+            return self._function(x, *args, **kwargs)
+        if self.strict:
+            raise FusionError(f"{self.decision.flag} at {self.decision.site}: {self._reason}, and strict_fusions is true")
+        return self._reference(x, *args, **kwargs)
+
+    def count(self, calls: int) -> None:
+        """Note so many calls of the layer, if its trace has this site."""
+        if not self._called:
+            return
+        if self._backend is not None and not self._reason:
+            self._counts.fused += calls
+            return
+        self._counts.reference += calls
+        if self._reason:
+            self._counts.fallbacks[self._reason] = self._counts.fallbacks.get(self._reason, 0) + calls

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from configs.transformer import TransformerConfig
 from fusions.catalogue import OPERATIONS
-from fusions.registry import REFERENCE, BoundFusion, Counters, FusionPlan
+from fusions.registry import REFERENCE, BoundFusion, Counters, FusionPlan, TracedFusion
 from models.attention import SelfAttention, SelfAttentionSubmodules
 from models.core_attention import SDPAttention, UnfusedAttention
 from models.fusion_sites import ATTENTION_RESIDUAL, MLP_RESIDUAL, activation_operation
@@ -22,6 +22,8 @@ from models.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinea
 from models.transformer_block import TransformerBlockSubmodules
 from models.transformer_layer import AddAndNorm, AddThenNorm, TransformerLayer, TransformerLayerSubmodules
 
+_FINAL_NORM = "final_layernorm"
+
 
 @dataclass(frozen=True)
 class GPTSpec:
@@ -32,9 +34,12 @@ class GPTSpec:
     loss_from_hidden: bool
 
 
-def gpt_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters) -> GPTSpec:
-    """GPT's slots, filled with what the plan decided; every call is counted in `counters`."""
-    bind = _Binder(plan, counters)
+def gpt_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters, compile_layers: bool = False) -> GPTSpec:
+    """GPT's slots, filled with what the plan decided; every call is counted in `counters`.
+
+    With `compile_layers` the slots of a layer leave the counting to the stack, which calls it.
+    """
+    bind, outside = _Binder(plan, counters, compile_layers), _Binder(plan, counters)
     core = ModuleSpec(SDPAttention)
     if config.attention_backend == "unfused":
         core = ModuleSpec(UnfusedAttention, {"softmax": bind("masked_softmax_fusion", "self_attention")})
@@ -57,24 +62,36 @@ def gpt_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters) ->
         mlp=ModuleSpec(MLP, submodules=mlp),
         mlp_add=bind.add("mlp_bda", MLP_RESIDUAL),
     )
-    block = TransformerBlockSubmodules(ModuleSpec(TransformerLayer, submodules=layer), bind.norm("final_layernorm"))
+    # The norm after the last layer is called by that layer, whose slot adds and normalises.
+    final = bind.norm(_FINAL_NORM)
+    block = TransformerBlockSubmodules(ModuleSpec(TransformerLayer, submodules=layer), final, compile_layers, bind.count)
     loss = plan.decision("cross_entropy_loss_fusion", "output_layer")
     from_hidden = loss.operation == "linear_cross_entropy" and loss.runs != REFERENCE
     # Without the projection fused in, the loss is the plain one of the logits, which the head computes as always.
     operation = loss.operation if from_hidden else "cross_entropy"
-    return GPTSpec(block, bind("cross_entropy_loss_fusion", "output_layer", operation), from_hidden)
+    return GPTSpec(block, outside("cross_entropy_loss_fusion", "output_layer", operation), from_hidden)
 
 
 class _Binder:
     """Makes slots out of decisions."""
 
-    def __init__(self, plan: FusionPlan, counters: Counters):
-        self.plan, self.counters = plan, counters
+    def __init__(self, plan: FusionPlan, counters: Counters, traced: bool = False):
+        self.plan, self.counters, self.traced = plan, counters, traced
+        self.bound: list[TracedFusion] = []
 
     def __call__(self, flag: str, site: str, operation: str = "") -> BoundFusion:
         """The decided function of a site; `operation` where another one than the decided has its reference."""
         decision = self.plan.decision(flag, site)
-        return BoundFusion(OPERATIONS[operation or decision.operation], decision, self.counters, self.plan.strict)
+        arguments = OPERATIONS[operation or decision.operation], decision, self.counters, self.plan.strict
+        if not self.traced:
+            return BoundFusion(*arguments)
+        self.bound.append(TracedFusion(*arguments))
+        return self.bound[-1]
+
+    def count(self, layers: int) -> None:
+        """Note one run through a stack of so many layers, for the slots that can't."""
+        for bound in self.bound:
+            bound.count(1 if bound.decision.site == _FINAL_NORM else layers)
 
     def norm(self, site: str) -> ModuleSpec:
         return ModuleSpec(Norm, {"function": self("persist_layer_norm", site)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +13,17 @@ from configs.transformer import TransformerConfig
 from models.rotary import Rotary
 from models.spec import ModuleSpec, Slot, build_module
 from models.tensor_parallel.params import TensorParallel
-from models.transformer_layer import DropoutContext
+from models.transformer_layer import DropoutContext, LayerKeys
 
 
 @dataclass(frozen=True)
 class TransformerBlockSubmodules:
-    """The spec of every layer, and the final norm's."""
+    """The spec of every layer, and the final norm's; whether layers are compiled, and who is told how many were called."""
 
     layer: ModuleSpec
     final_layernorm: Slot
+    compile_layers: bool = False
+    count_layers: Callable[[int], None] = lambda layers: None
 
 
 class TransformerBlock(nn.Module):
@@ -38,6 +41,11 @@ class TransformerBlock(nn.Module):
             build_module(submodules.layer, config, number + 1, tp=tp, device=device) for number in range(config.num_layers)
         )
         self.final_layernorm = build_module(submodules.final_layernorm, config, tp=tp, device=device)
+        self.hidden_dropout, self.attention_dropout = config.hidden_dropout > 0, config.attention_dropout > 0
+        self.count_layers = submodules.count_layers
+        if submodules.compile_layers:
+            for layer in self.layers:
+                layer.compile(dynamic=False)
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None, rotary: Rotary | None, dropout: DropoutContext | None
@@ -46,6 +54,8 @@ class TransformerBlock(nn.Module):
         layers: list[Any] = list(self.layers)
         norms = [*(layer.input_layernorm for layer in layers[1:]), self.final_layernorm]
         normalised = layers[0].input_layernorm(hidden)
-        for layer, next_norm in zip(layers, norms, strict=True):
-            hidden, normalised = layer(hidden, normalised, next_norm, attention_mask, rotary, dropout)
+        for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
+            keys = LayerKeys() if dropout is None else dropout.layer(index, self.hidden_dropout, self.attention_dropout)
+            hidden, normalised = layer(hidden, normalised, next_norm, attention_mask, rotary, keys)
+        self.count_layers(len(layers))
         return normalised

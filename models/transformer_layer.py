@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,17 @@ class TransformerLayerSubmodules:
     mlp_add: Slot
 
 
+class LayerKeys(NamedTuple):
+    """What a layer's dropouts draw their masks from; None where there is no dropout, or the generator decides.
+
+    Made outside the layer: the layers of a stack then run one and the same graph when they are compiled.
+    """
+
+    attention: MaskKey | None = None
+    self_attn_add: MaskKey | None = None
+    mlp_add: MaskKey | None = None
+
+
 @dataclass(frozen=True)
 class DropoutContext:
     """The keys of this micro-batch and the global index of this rank's rows. Site 0 is the embedding's."""
@@ -39,6 +51,15 @@ class DropoutContext:
     seq_length: int
 
     SITES_PER_LAYER = 3
+
+    def layer(self, index: int, hidden: bool, attention: bool) -> LayerKeys:
+        """The keys of one layer, counted from 0."""
+        site = 1 + self.SITES_PER_LAYER * index
+        return LayerKeys(
+            self.attention(site) if attention else None,
+            self.hidden(site + 1) if hidden else None,
+            self.hidden(site + 2) if hidden else None,
+        )
 
     def hidden(self, site: int) -> MaskKey:
         """For a tensor [s, b, h] of this rank."""
@@ -105,8 +126,7 @@ class TransformerLayer(nn.Module):
         device: torch.device,
     ):
         super().__init__()
-        self.hidden_dropout, self.attention_dropout = config.hidden_dropout, config.attention_dropout
-        self.first_site = 1 + DropoutContext.SITES_PER_LAYER * (layer_number - 1)
+        self.hidden_dropout = config.hidden_dropout
         self.input_layernorm = build_module(submodules.input_layernorm, config, tp=tp, device=device)
         self.self_attention = build_module(submodules.self_attention, config, layer_number, tp=tp, device=device)
         self.self_attn_add = build_module(submodules.self_attn_add)
@@ -121,16 +141,13 @@ class TransformerLayer(nn.Module):
         next_norm: Norm,
         attention_mask: Tensor | None,
         rotary: Rotary | None,
-        dropout: DropoutContext | None,
+        keys: LayerKeys,
     ) -> tuple[Tensor, Tensor]:
         """Attention and MLP, each with its residual and the norm that follows; `next_norm` is the next layer's first."""
-        attention_key = attn_key = mlp_key = None
-        if dropout is not None:
-            attention_key = dropout.attention(self.first_site) if self.attention_dropout > 0 else None
-            if self.hidden_dropout > 0:
-                attn_key, mlp_key = dropout.hidden(self.first_site + 1), dropout.hidden(self.first_site + 2)
         prob, training = self.hidden_dropout, self.training
-        out, bias = self.self_attention(normalised, attention_mask, rotary, attention_key)
-        hidden, normalised = self.self_attn_add(out, bias, hidden, self.pre_mlp_layernorm, prob, training, attn_key)
+        out, bias = self.self_attention(normalised, attention_mask, rotary, keys.attention)
+        hidden, normalised = self.self_attn_add(
+            out, bias, hidden, self.pre_mlp_layernorm, prob, training, keys.self_attn_add
+        )
         out, bias = self.mlp(normalised)
-        return self.mlp_add(out, bias, hidden, next_norm, prob, training, mlp_key)
+        return self.mlp_add(out, bias, hidden, next_norm, prob, training, keys.mlp_add)

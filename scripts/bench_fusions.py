@@ -22,17 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusions.autotune import timed
 from fusions.catalogue import OPERATIONS
 from fusions.machine import probe
 from fusions.parity import DEFAULTS
 from fusions.registry import Facts, Request
 from fusions.samples import Sample, sample
+from trainer.compare.roofline import COPY, Call, Implementation, implementation, must_move, time_in_turns
 from trainer.log import Log
 from trainer.runtime import keep_freed_memory
-
-Call = Callable[[], Any]
-MAIN_COPY = "copy"
 
 
 @dataclass(frozen=True)
@@ -120,42 +117,6 @@ def own_cross_entropy(logits: Tensor, target: Tensor, group: Any, **_: Any) -> T
     return F.cross_entropy(logits, target, reduction="none")
 
 
-@dataclass
-class Contestant:
-    """One implementation, called once: what it needs to be timed, and what it saved."""
-
-    outs: list[Tensor]
-    upstream: list[Tensor]
-    saved_bytes: int
-    written_bytes: int  # by the backward: gradients that are not an upstream gradient handed on
-    forward: Call
-    backward: Call | None
-
-
-def contestant(function: Callable[..., Any], call: Sample) -> Contestant:
-    """Run the forward once, counting the storages that autograd keeps; parameters and inputs count once each."""
-    storages: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = function(*call.args, **call.kwargs)
-    outs = [o for o in (result if isinstance(result, tuple) else (result,)) if isinstance(o, Tensor)]
-    flowing, leaves = [o for o in outs if o.requires_grad], call.leaves()
-    upstream = [torch.randn_like(o) for o in flowing]
-
-    def backward() -> Any:
-        return torch.autograd.grad(flowing, leaves, upstream, retain_graph=True, allow_unused=True)
-
-    forward = lambda: function(*call.args, **call.kwargs)  # noqa: E731
-    grads = [g for g in backward() if g is not None] if flowing else []
-    handed_on = {u.data_ptr() for u in upstream}
-    written = sum(g.nbytes for g in {g.data_ptr(): g for g in grads}.values() if g.data_ptr() not in handed_on)
-    return Contestant(outs, upstream, sum(storages.values()), written, forward, backward if flowing else None)
-
-
 def measure(case: Case, dtype: str, backends: list[str], rounds: int, device: torch.device) -> list[dict[str, Any]]:
     """Rows for each backend, forward and backward."""
     facts = Facts(probe(device.type), dtype, 1, False, case.shape, tuple((DEFAULTS | case.options).items()))
@@ -163,16 +124,16 @@ def measure(case: Case, dtype: str, backends: list[str], rounds: int, device: to
     names = [n for n in candidates if n == "reference" or not backends or n in backends]
     functions = {n: OPERATIONS[case.operation].function(n) for n in names} | ({"pytorch": case.own} if case.own else {})
     call = sample(case.operation, facts, device)
-    contestants = {name: contestant(function, call) for name, function in functions.items()}
+    contestants = {name: implementation(function, call) for name, function in functions.items()}
     source = torch.randn(case.shape if case.operation != "adamw" else 1 << 22, device=device)
     target = torch.empty_like(source)
-    copy = {MAIN_COPY: lambda: target.copy_(source)}
+    copy = {COPY: lambda: target.copy_(source)}
     rows = []
     for part in ("forward", "backward"):
         calls: dict[str, Call] = {n: c.forward if part == "forward" else c.backward for n, c in contestants.items()}  # pyright: ignore
         if any(c is None for c in calls.values()):
             continue
-        times = take_turns(copy | calls, rounds, device)
+        times = time_in_turns(copy | calls, rounds, device)
         for name in names:
             if name != "reference":
                 moved = must_move(part, call, contestants[name], case.operation)
@@ -180,19 +141,9 @@ def measure(case: Case, dtype: str, backends: list[str], rounds: int, device: to
     return rows
 
 
-def must_move(part: str, call: Sample, one: Contestant, operation: str) -> int:
-    """Bytes that the operation can't avoid reading or writing."""
-    if operation == "adamw":
-        return 28 * sum(p.numel() for p in call.args[0].parameters)
-    inputs = sum(a.nbytes for a in (*call.args, *call.kwargs.values()) if isinstance(a, Tensor))
-    if part == "forward":
-        return inputs + sum(o.nbytes for o in one.outs)
-    return sum(u.nbytes for u in one.upstream) + one.saved_bytes + one.written_bytes
-
-
 def row(
     case: Case, part: str, name: str, moved: int, times: dict[str, list[float]], copied: int,
-    contestants: dict[str, Contestant], call: Sample,
+    contestants: dict[str, Implementation], call: Sample,
 ) -> dict[str, Any]:  # fmt: skip
     """One line of the table."""
 
@@ -201,7 +152,7 @@ def row(
             return None
         return statistics.median(o / t for o, t in zip(times[other], times[name], strict=True))
 
-    shares = [c * moved / copied / t for c, t in zip(times[MAIN_COPY], times[name], strict=True)]
+    shares = [c * moved / copied / t for c, t in zip(times[COPY], times[name], strict=True)]
     elements = call.leaves()[0].numel() if call.leaves() else 1
     return {
         "operation": case.label,
@@ -216,17 +167,6 @@ def row(
         "saved_by_reference": contestants["reference"].saved_bytes / elements,
         "saved_by_pytorch": contestants["pytorch"].saved_bytes / elements if "pytorch" in contestants else None,
     }
-
-
-def take_turns(calls: dict[str, Call], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each call in each round, every other round backwards; two more rounds warm up."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds + 2):
-        for name, call in calls.items() if number % 2 else reversed(calls.items()):
-            seconds = timed(call, device)
-            if number >= 2:
-                times[name].append(seconds)
-    return times
 
 
 def show(log: Log, rows: list[dict[str, Any]], title: str) -> None:

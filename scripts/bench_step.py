@@ -175,7 +175,7 @@ def main() -> int:
     flops, tokens = flops_per_iteration(config), config.data.seq_length * config.training.global_batch_size
     report = [summary(arm, arms[0], flops, tokens) for arm in arms]
     title = f"{config.run.name}: {arguments.rounds} rounds of {arguments.steps} steps, in turns"
-    header = ("arm", "ms/step", "tokens/s", "speed ratio [95 %]", "MFU", "GFLOP/s measured")
+    header = ("arm", "ms/step", "tokens/s", "speed ratio [99 %]", "MFU", "GFLOP/s measured")
     log.table(title, header, [row["cells"] for row in report])
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report, indent=1))

@@ -17,7 +17,7 @@ from trainer.errors import UserError
 USER_ERROR, FAILURE = 2, 1  # exit codes
 # torchrun ends all ranks as soon as one has left, so the others give local rank 0 time to tell what all of them found.
 _WAIT_SECONDS = 5
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "connection was closed", "Broken pipe")
+LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "connection was closed", "Broken pipe")
 
 
 def load_for_job(path: str, overrides: list[str]) -> LoadedConfig:
@@ -53,7 +53,7 @@ def run_job(job: Callable[[], None]) -> int:
         print(f"rank {rank}: left the job before its end (exit code {error.code})", file=sys.stderr, flush=True)
         code = FAILURE
     except Exception as error:  # every failure has to end this process, or the other ranks wait for it
-        if any(words in str(error) for words in _LOST_PEER):
+        if any(words in str(error) for words in LOST_PEER):
             time.sleep(1)  # let the rank that failed be heard first
             print(f"rank {rank}: stopped, because another rank left the job: {error}", file=sys.stderr, flush=True)
         else:

@@ -11,6 +11,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
 
 from configs.run import RunConfig
 from fusions import jit
@@ -23,9 +24,13 @@ from trainer.errors import CheckpointError
 from trainer.gradients import global_norm, reduce_partial_gradients
 from trainer.lr_schedule import learning_rate
 from trainer.meshes import any_rank, world_size
-from trainer.metrics import Metrics, StepResult, plot_losses
+from trainer.metrics import Metrics, StepResult
 from trainer.optimizer import Optimizer
+from trainer.records import plot_losses
 from trainer.setup import Job, describe, write_description
+
+# What a profile of a step shows beside the operations themselves.
+PHASES = FORWARD, BACKWARD, GRADIENTS, OPTIMIZER = "forward", "backward", "reduce gradients, norm", "optimizer"
 
 
 def train_step(model: GPTModel, optimizer: Optimizer, batches: list[Batch], config: RunConfig, iteration: int) -> StepResult:
@@ -39,19 +44,23 @@ def train_step(model: GPTModel, optimizer: Optimizer, batches: list[Batch], conf
     counted = sum(float(batch.loss_mask.sum()) for batch in batches)  # still on the host
     total = torch.zeros((), device=model.device)
     for batch in batches:
-        batch = batch.to(model.device)
-        keys = DropoutKeys(words, batch.samples)
-        losses = model(batch.tokens, batch.position_ids, batch.attention_mask, batch.labels, keys)  # [b, s]
-        loss = (losses * batch.loss_mask).sum() / max(counted, 1.0)
-        loss.backward()
+        with record_function(FORWARD):
+            batch = batch.to(model.device)
+            keys = DropoutKeys(words, batch.samples)
+            losses = model(batch.tokens, batch.position_ids, batch.attention_mask, batch.labels, keys)  # [b, s]
+            loss = (losses * batch.loss_mask).sum() / max(counted, 1.0)
+        with record_function(BACKWARD):
+            loss.backward()
         total += loss.detach()
-    reduce_partial_gradients(optimizer.parameters)
-    norm = global_norm(optimizer.parameters)
+    with record_function(GRADIENTS):
+        reduce_partial_gradients(optimizer.parameters)
+        norm = global_norm(optimizer.parameters)
     skip = torch.logical_not(torch.isfinite(norm) & torch.isfinite(total)).float()
     if counted == 0:
         skip = torch.ones_like(skip)
     rate = learning_rate(config, iteration)
-    optimizer.step(rate, norm, skip)
+    with record_function(OPTIMIZER):
+        optimizer.step(rate, norm, skip)
     return StepResult(total, norm, skip, rate)
 
 

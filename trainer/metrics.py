@@ -16,6 +16,7 @@ from configs.run import RunConfig
 from fusions.registry import Counters
 from trainer.flops import flops_per_iteration
 from trainer.log import Log
+from trainer.records import start_wandb
 from trainer.runtime import peak_memory_gib, synchronise
 
 
@@ -164,57 +165,3 @@ def _open(path: Path) -> Any:
     if torn:  # a run killed while it wrote
         file.write("\n")
     return file
-
-
-def start_wandb(config: RunConfig, log: Log) -> Any:
-    """One wandb run per job, or None: not asked for, not installed, or not reachable (said once)."""
-    if config.logging.wandb.mode == "disabled":
-        return None
-    try:
-        import wandb  # pyright: ignore[reportMissingImports]  an optional extra
-
-        return wandb.init(
-            project=config.logging.wandb.project,
-            name=config.run.name,
-            mode=config.logging.wandb.mode,
-            dir=config.run.path,
-            config=config.model_dump(),
-        )
-    except Exception as error:  # wandb's failures must not end a training run
-        log.line(f"wandb is off: {type(error).__name__}: {error}. Install it with pip install 'fuseline[wandb]'.")
-        return None
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl. Where an iteration was done again after a resume, the later row counts."""
-    rows: dict[tuple[int, bool], dict[str, Any]] = {}
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:  # a line torn by a kill; its iteration was done again
-            continue
-        rows[row["iteration"], "validation_loss" in row] = row
-    return [rows[key] for key in sorted(rows)]
-
-
-def plot_losses(run_path: str | Path) -> Path:
-    """Draw training and validation loss of a run into loss.png."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = read_metrics(Path(run_path, "metrics.jsonl"))
-    train = [(r["iteration"], r["loss"]) for r in rows if "loss" in r]
-    valid = [(r["iteration"], r["validation_loss"]) for r in rows if "validation_loss" in r]
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(*zip(*train, strict=True), linewidth=1.2, label="training (each iteration)")
-    if valid:
-        axes.plot(*zip(*valid, strict=True), "o-", markersize=5, label=f"held out, last {valid[-1][1]:.3f}")
-    axes.set(xlabel="iteration", ylabel="loss per token (nats)", title=str(Path(run_path).name))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path = Path(run_path, "loss.png")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path

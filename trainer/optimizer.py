@@ -86,6 +86,14 @@ class Optimizer:
         else:
             self.counts.reference += 1
 
+    def adopt(self, other: Optimizer) -> None:
+        """Update the parameters of another optimizer, and its state, instead of one's own: the two take turns."""
+        theirs = {other.names[id(p)]: p for p in other.parameters}
+        swap = {id(p): theirs[self.names[id(p)]] for p in self.parameters}
+        self.groups = [([swap[id(p)] for p in group], decay) for group, decay in self.groups]
+        self.parameters = [swap[id(p)] for p in self.parameters]
+        self.names, self.states = other.names, other.states
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for parameter in self.parameters:

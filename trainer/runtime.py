@@ -21,13 +21,27 @@ def keep_freed_memory() -> str:
     A training step frees and asks for the same blocks every time; given back, each costs its page faults again (a 64 MB
     clone took 23 ms with, 5.6 ms without). Linux with glibc only; call it before the first large allocation.
     """
+    global _allocator
+    _allocator = f"allocator settings: {_mallopt()}"
+    return _allocator
+
+
+def allocator_settings() -> str:
+    """What this process did to its allocator."""
+    return _allocator
+
+
+_allocator = "allocator settings: default"
+
+
+def _mallopt() -> str:
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
-        return "allocator settings: not applied (glibc on Linux only)"
+        return "not applied (glibc on Linux only)"
     libc = ctypes.CDLL("libc.so.6")
     settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 256 << 20))
     if not all(libc.mallopt(parameter, value) for parameter, value in settings):
-        return "allocator settings: refused by mallopt"
-    return "allocator settings: freed memory is kept (mallopt: no mmap, no trim, 256 MiB pad)"
+        return "refused by mallopt"
+    return "freed memory is kept (mallopt: no mmap, no trim, 256 MiB pad)"
 
 
 def synchronise(device: torch.device) -> None:
@@ -62,6 +76,20 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def gpu_state(device: torch.device) -> dict[str, float | str] | None:
+    """SM clock (MHz), temperature (°C) and power (W) of a GPU, or why they can't be read; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    try:
+        return {
+            "clock_mhz": float(torch.cuda.clock_rate(device)),
+            "temperature_c": float(torch.cuda.temperature(device)),
+            "power_w": torch.cuda.power_draw(device) / 1e3,
+        }
+    except Exception as error:  # NVML raises its own kinds, and torch asks for a package that need not be there
+        return {"unknown": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 def _best_seconds(call: object, device: torch.device, seconds: float) -> float:

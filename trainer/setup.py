@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,7 +26,7 @@ from trainer.checkpoint import find_checkpoint, read_state
 from trainer.log import Log, show_plan
 from trainer.meshes import agree, pick_device, start_processes, world_size
 from trainer.optimizer import Optimizer
-from trainer.runtime import PRECISIONS, keep_freed_memory, measure_gemm_rate
+from trainer.runtime import PRECISIONS, allocator_settings, keep_freed_memory, measure_gemm_rate
 
 
 @dataclass
@@ -51,7 +54,7 @@ def start(loaded: LoadedConfig, log: Log, keep_memory: bool = True) -> tuple[tor
     machine = probe(loaded.config.run.device)
     if machine.device == "cpu":
         note = keep_freed_memory() if keep_memory else "default allocator settings"
-        torch.set_num_threads(_threads_per_process())
+        torch.set_num_threads(loaded.config.run.threads or _threads_per_process())
         log.line(f"cpu, {world_size()} process(es) of {torch.get_num_threads()} thread(s); {note}")
     device = pick_device(machine.device)
     tp = start_processes(loaded.config.parallel, device)
@@ -76,7 +79,7 @@ def build_job(loaded: LoadedConfig, device: torch.device, tp: TensorParallel, lo
 def build_model(config: RunConfig, plan: FusionPlan, tp: TensorParallel, device: torch.device) -> tuple[GPTModel, Counters]:
     """The model with its initial weights, and the counters of its fusion sites."""
     counters = Counters()
-    spec = gpt_spec(config.transformer, plan, counters)
+    spec = gpt_spec(config.transformer, plan, counters, config.training.compile_layers)
     dtype = PRECISIONS[config.training.precision]
     model = GPTModel(config.model, config.transformer, spec, tp, device, dtype)
     initialise(model, config.training.seed)
@@ -97,16 +100,69 @@ def describe(job: Job) -> None:
 
 
 def write_description(job: Job) -> None:
-    """Write config.yaml and fusions.json into the run's folder; not before a resume has been found possible."""
+    """Write config.yaml, fusions.json and environment.json into the run's folder; not before a resume has been found possible."""
     if not job.log.silent:
         folder = Path(job.config.run.path)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(job.loaded.resolved_yaml())
         (folder / "fusions.json").write_text(json.dumps(job.plan.as_dict(), indent=1))
+        (folder / "environment.json").write_text(json.dumps(describe_environment(job.device), indent=1))
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Where and with what this process runs: revision, versions, device, threads, and what else decides how fast it is."""
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    cuda = device.type == "cuda"
+    return {
+        "git_revision": git.stdout.strip() or None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "packages": dict(probe(device.type).versions),
+        "device": torch.cuda.get_device_name(device) if cuda else _cpu_name(),
+        "gpu": cuda,
+        "cores": _cores(),
+        "world_size": world_size(),
+        "threads_per_process": torch.get_num_threads(),
+        "allocator": torch.cuda.get_allocator_backend() if cuda else allocator_settings(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_TELLING_VARIABLES)},
+    }
+
+
+_TELLING_VARIABLES = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "NCCL_",
+    "TORCH",
+    "PYTORCH_",
+    "CUDA_",
+    "TRITON_",
+    "MALLOC_",
+    "LD_PRELOAD",
+)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _threads_per_process() -> int:
     """The cores of this machine shared out to the processes on it (torchrun would set 1 each)."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // here)
+    return max(1, _cores() // here)

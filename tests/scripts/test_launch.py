@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import ROOT, write_tokens
 from trainer.checkpoint import complete_checkpoints
-from trainer.metrics import read_metrics
+from trainer.records import read_metrics
 
 
 def command(tiny: Path, ranks: int, *overrides: str, script: str = "scripts/pretrain.py") -> list[str]:

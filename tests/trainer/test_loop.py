@@ -16,7 +16,7 @@ from trainer.errors import CheckpointError, DataError
 from trainer.log import Log
 from trainer.loop import evaluate, train, train_step
 from trainer.lr_schedule import learning_rate
-from trainer.metrics import read_metrics
+from trainer.records import read_metrics
 from trainer.setup import Job, build_job, start
 
 QUIET = Log(rank=1)

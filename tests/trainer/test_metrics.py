@@ -13,7 +13,8 @@ import torch
 from configs.load import load_config
 from fusions.registry import Counters
 from trainer.log import Log
-from trainer.metrics import Metrics, StepResult, read_metrics
+from trainer.metrics import Metrics, StepResult
+from trainer.records import read_metrics
 
 
 def metrics(tiny: Path, *overrides: str, world_size: int = 1, rank: int = 0) -> Metrics:

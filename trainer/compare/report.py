@@ -1,132 +1,243 @@
-"""The verdict of a comparison: a table, report.json from which it can be recomputed, and a picture. Imports no torch."""
+"""From what was measured to a report: plain data, from which every verdict can be recomputed. Imports no torch."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-from trainer.compare.plan import ComparisonPlan
-from trainer.compare.statistics import paired_ratio
-from trainer.log import Log
+import numpy as np
 
-# Two correct kernels round differently, and training amplifies it; over the first 20 iterations this much is rounding.
-LOSS_ITERATIONS, LOSS_TOLERANCE = 20, {"fp32": 1e-5, "bf16": 2e-2}
+from trainer.compare.attribution import attribution
+from trainer.compare.conductor import Measured
+from trainer.compare.parity import loss_safety
+from trainer.compare.plan import SAME_LOSSES, ComparisonPlan, differences, other_losses
+from trainer.compare.statistics import CONFIDENCE, EQUIVALENCE, Estimate, corrected, estimate, log_ratios
+from trainer.compare.turns import Pair
+
+MEMORY_EQUIVALENCE = 0.005
+LEAK_BYTES = 16 << 10  # of every step: Python's own objects come and go by less
 
 
-def compare_arms(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each arm after the first against the first: ratio, interval, verdict, agreement of losses."""
-    base = arms[0]
-    return [_compare(base, arm) for arm in arms[1:]]
-
-
-def _compare(base: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any]:
-    result = paired_ratio(base["block_seconds_per_step"], arm["block_seconds_per_step"])
-    pairs = list(zip(base["losses"], arm["losses"], strict=True))[:LOSS_ITERATIONS]
-    drift = max(abs(a - b) / abs(b) if math.isfinite(a) and math.isfinite(b) else math.inf for b, a in pairs)
-    tolerance = LOSS_TOLERANCE[base["config"]["training"]["precision"]]
-    saved = statistics.median(base["block_seconds_per_step"]) - statistics.median(arm["block_seconds_per_step"])
-    extra = arm["first_step_seconds"] - base["first_step_seconds"]
-    nothing = _requested(base) != _requested(arm) and _ran(base) == _ran(arm)
-    identical = _requested(base) == _requested(arm)
-    sentence = result.sentence(arm["name"], base["name"])
-    if identical:
-        sentence = f"A/A, the same arm twice: {sentence}"
-    if nothing:
-        sentence = (
-            f"{arm['name']}: the toggle did nothing: what was asked for differs from {base['name']}, what ran does not"
-        )
-    if drift > tolerance:
-        sentence += f"; NOT LOSS-SAFE: losses differ by {drift:.1e} (rounding explains {tolerance:.0e})"
-    return {
-        "arm": arm["name"],
-        "against": base["name"],
-        "ratio": result.ratio,
-        "interval": list(result.interval),
-        "verdict": "did_nothing" if nothing else result.verdict,
-        "smallest_visible": result.smallest_visible,
-        "identical_arms": identical,
-        "loss_max_relative_difference": drift,
-        "loss_safe": drift <= tolerance,
-        "break_even_iterations": round(extra / saved) if saved > 0 and extra > 0 else None,
-        "sentence": sentence,
+def make_report(plan: ComparisonPlan, measured: Measured, command: list[str]) -> dict[str, Any]:
+    """Everything that report.json holds."""
+    _join_blocks(measured)
+    safety = {name: _safety(measured, name) for name in measured.arms}
+    alive = [name for name in measured.arms if name not in measured.dead]
+    pairs = [pair for pair in plan.pairs if pair.arm in alive and pair.against in alive]
+    comparisons = [_comparison(measured, pair, safety) for pair in pairs]
+    machine = next((arm["machine"] for arm in measured.arms.values() if "machine" in arm), {})
+    report = {
+        "command": command,
+        "config_path": plan.config_path,
+        "overrides": plan.overrides,
+        "comparisons": comparisons,
+        "faults": _faults(measured),
+        "dead": measured.dead,
+        "left_out": plan.left_out,
+        "notes": measured.notes,
+        "ablation": _ablation(plan, measured),
+        "attribution": [found for pair in pairs if (found := attribution(measured.arms, pair))],
+        "environment": machine,
+        "how_measured": {
+            "rounds": max((len(series) for series in measured.turns.seconds.values()), default=0),
+            "ended": measured.turns.ended,
+            "steps_per_block": measured.steps_per_block,
+            "loss_iterations": plan.loss_iters,
+            "familywise_confidence": CONFIDENCE,
+            "confidence_of_each": corrected(CONFIDENCE, len(measured.turns.pairs)),
+            "equivalence": EQUIVALENCE,
+        },
+        "loss_noise": measured.noise,
+        "arms": [arm | {"loss_safety": safety[name]} for name, arm in measured.arms.items()],
     }
+    report["headline"] = headline(report)
+    return _finite(report)
 
 
-def write_report(plan: ComparisonPlan, arms: list[dict[str, Any]], environment: dict[str, Any], log: Log) -> None:
-    """Write report.json and report.png into the plan's folder and print the verdict."""
-    comparisons = compare_arms(arms)
-    out = Path(plan.out)
-    out.mkdir(parents=True, exist_ok=True)
-    report = {"comparisons": comparisons, "arms": arms, "environment": environment, "rounds": plan.rounds,
-              "steps_per_block": plan.steps_per_block}  # fmt: skip
-    (out / "report.json").write_text(json.dumps(report, indent=1))
-    _picture(comparisons, arms, out / "report.png")
-    by_name = {c["arm"]: c for c in comparisons}
-    rows = []
-    for arm in arms:
-        seconds = statistics.median(arm["block_seconds_per_step"])
-        comparison = by_name.get(arm["name"])
-        rows.append(
-            (
-                arm["name"],
-                f"{seconds * 1e3:.1f}",
-                f"{_tokens(arm) / seconds:,.0f}",
-                f"{arm['first_step_seconds']:.1f}",
-                f"{comparison['ratio']:.3f} [{comparison['interval'][0]:.3f}, {comparison['interval'][1]:.3f}]"
-                if comparison
-                else "1",
-                f"{comparison['loss_max_relative_difference']:.1e}" if comparison else "",
-                str(sum(site["fused"] for site in arm["counters"].values())),
-            )
-        )
-    header = ("arm", "ms/step", "tokens/s", "first step s", "speed ratio [95 %]", "loss difference", "fused calls")
-    log.table(f"Comparison: {plan.rounds} rounds of {plan.steps_per_block} steps, in turns", header, rows)
-    for comparison in comparisons:
-        log.line(f"VERDICT  {comparison['sentence']}")
-        if comparison["break_even_iterations"]:
-            log.line(f"         compile time is paid back after {comparison['break_even_iterations']} iterations")
-    for arm in arms:
-        for site in arm["never_called"]:
-            log.line(f"FAULT    {arm['name']}: {site} is active but was called zero times")
-    log.line(f"report: {out / 'report.json'}, {out / 'report.png'}")
+def headline(report: dict[str, Any]) -> str:
+    """The verdict in a sentence: that of the first comparison."""
+    if report["comparisons"]:
+        first = report["comparisons"][0]["sentence"]
+        return first[0].upper() + first[1:] + "."
+    return f"No verdict: {'; '.join(f'{name} died: {why}' for name, why in report['dead'].items())}"
 
 
-def _requested(arm: dict[str, Any]) -> list[Any]:
+def _join_blocks(measured: Measured) -> None:
+    """Say of each block which round it belongs to; of an arm that died, the last one may be missing."""
+    for name, arm in measured.arms.items():
+        rounds = sorted(measured.turns.seconds.get(name, {}))
+        arm["blocks"] = [{"round": number, **block} for number, block in zip(rounds, arm.get("blocks", []), strict=False)]
+
+
+def _comparison(measured: Measured, pair: Pair, safety: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    arm, base = measured.arms[pair.arm], measured.arms[pair.against]
+    found = measured.turns.estimate(pair)
+    assert found is not None, "two arms that are alive have taken part in every round"
+    different = differences(base["config"], arm["config"])
+    nothing = _asked(arm) != _asked(base) and set(different) <= set(SAME_LOSSES) and _ran(arm) == _ran(base)
+    identical = not [key for key in different if not key.startswith("run.")] and _started(arm) == _started(base)
+    memory = _memory(base, arm)
+    comparable = measured.reference[pair.arm] == measured.reference[pair.against]
+    safe = _both([safety[pair.arm], safety[pair.against]]) if comparable else None
+    result = {
+        "arm": pair.arm,
+        "against": pair.against,
+        "ratio": found.ratio,
+        "interval": list(found.interval),
+        "confidence": found.confidence,
+        "rounds": found.rounds,
+        "verdict": "no_difference" if nothing else found.verdict(),
+        "smallest_visible": found.half_width,
+        "toggle_did_nothing": nothing,
+        "identical_arms": identical,
+        "loss_safe": safe,
+        "memory": memory,
+        "break_even_iterations": _break_even(base, arm) if found.verdict() == "faster" else None,
+    }
+    result["sentence"] = _sentence(result, found, measured, safety)
+    return result
+
+
+def _sentence(result: dict[str, Any], found: Estimate, measured: Measured, safety: dict[str, dict[str, Any]]) -> str:
+    arm, against = result["arm"], result["against"]
+    parts = [found.sentence(arm, against)]
+    if result["toggle_did_nothing"]:
+        parts = [f"{arm}: the toggle did nothing: what was asked for differs from {against}, what ran does not"]
+    elif result["identical_arms"]:
+        parts = [f"A/A, the same arm twice: {parts[0]}"]
+    if result["memory"] and result["memory"]["verdict"] != "no_difference":
+        parts.append(f"{abs(1 - 1 / result['memory']['ratio']):.1%} {result['memory']['verdict']} peak memory")
+    for name in (arm, against):
+        if result["loss_safe"] is False and safety[name]["safe"] is False:
+            parts.append(f"{name} is {safety[name]['sentence']}" if name != arm else safety[name]["sentence"])
+    if result["loss_safe"] is None:
+        keys = other_losses(measured.arms[against]["config"], measured.arms[arm]["config"])
+        parts.append(f"losses can't be compared ({', '.join(keys) or 'they were not measured'} differ)")
+    return "; ".join(parts)
+
+
+def _both(safeties: list[dict[str, Any]]) -> bool | None:
+    values = [safety["safe"] for safety in safeties]
+    return False if False in values else None if None in values else True
+
+
+def _safety(measured: Measured, name: str) -> dict[str, Any]:
+    """An arm's losses against its reference arm's; `safe` is None where they weren't measured."""
+    reference = measured.reference[name]
+    if name == reference:
+        return {"against": None, "safe": True}
+    noise = measured.noise.get(reference)
+    if not noise or "losses" not in measured.arms[name]:
+        return {"against": reference, "safe": None}
+    found = loss_safety(measured.arms[reference], measured.arms[name], noise)
+    return {"against": reference, **found.as_dict(), "sentence": "" if found.safe else found.sentence()}
+
+
+def _memory(base: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any] | None:
+    """Peak bytes: above 1, the arm needs less. The interval spans the steps that were measured."""
+    if "memory" not in base or "memory" not in arm:
+        return None
+    ours, theirs = arm["memory"]["peak_bytes"][1:], base["memory"]["peak_bytes"][1:]
+    ratio = statistics.median(theirs) / statistics.median(ours)
+    interval = [min(theirs) / max(ours), max(theirs) / min(ours)]
+    verdict = "less" if interval[0] > 1 else "more" if interval[1] < 1 else "no_difference"
+    if abs(ratio - 1) <= MEMORY_EQUIVALENCE:
+        verdict = "no_difference"
+    return {"ratio": ratio, "interval": interval, "verdict": verdict, "arm_bytes": max(ours), "against_bytes": max(theirs)}
+
+
+def median_step(arm: dict[str, Any]) -> float:
+    """Seconds of a step."""
+    return statistics.median(block["seconds_per_step"] for block in arm["blocks"])
+
+
+def compile_seconds(arm: dict[str, Any]) -> float:
+    """What the first step took beyond a usual one."""
+    return max(0.0, arm["step_seconds"][0] - statistics.median(arm["step_seconds"][1:]))
+
+
+def _break_even(base: dict[str, Any], arm: dict[str, Any]) -> int | None:
+    saved = median_step(base) / base["tokens_per_step"] - median_step(arm) / arm["tokens_per_step"]
+    extra = compile_seconds(arm) - compile_seconds(base)
+    return round(extra / (saved * arm["tokens_per_step"])) if saved > 0 and extra > 0 else None
+
+
+def _asked(arm: dict[str, Any]) -> list[Any]:
     return [(d["flag"], d["site"], d["asked"]) for d in arm["plan"]["decisions"]]
 
 
-def _ran(arm: dict[str, Any]) -> tuple[Any, Any]:
-    return [(d["flag"], d["site"], d["runs"]) for d in arm["plan"]["decisions"]], arm["counters"]
+def _ran(arm: dict[str, Any]) -> tuple[Any, ...]:
+    ran = [(d["flag"], d["site"], d["operation"], d["runs"]) for d in arm["plan"]["decisions"]]
+    return ran, arm["counters"], arm["config"]["training"]["compile_layers"], _started(arm)
 
 
-def _tokens(arm: dict[str, Any]) -> int:
-    return arm["config"]["data"]["seq_length"] * arm["config"]["training"]["global_batch_size"]
+def _started(arm: dict[str, Any]) -> tuple[Any, ...]:
+    return arm["processes"], arm["environment"], arm["config"]["run"]["threads"], arm["config"]["run"]["device"]
 
 
-def _picture(comparisons: list[dict[str, Any]], arms: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
+def _faults(measured: Measured) -> list[str]:
+    """What is wrong whatever the times say."""
+    faults = [f"{name} died: {why}" for name, why in measured.dead.items()]
+    for name, arm in measured.arms.items():
+        faults += [f"{name}: {site} is active but was called zero times" for site in arm.get("never_called", [])]
+        left = arm.get("memory", {}).get("left_over_bytes", [0, 0])[1:]
+        if min(left) > LEAK_BYTES:
+            faults.append(f"{name} leaks memory: each step leaves {min(left):,} bytes or more behind")
+    return faults
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 1.8 + 0.7 * len(arms)), layout="constrained")
-    for row, comparison in enumerate(comparisons):
-        low, high = comparison["interval"]
-        ratio = comparison["ratio"]
-        left.errorbar(ratio, row, xerr=[[ratio - low], [high - ratio]], fmt="o", capsize=5, color="C0")
-        left.annotate(f"{ratio:.3f}", (ratio, row), textcoords="offset points", xytext=(0, 8), ha="center")
-    left.axvline(1, color="gray", linestyle="--", linewidth=1)
-    left.set_yticks(range(len(comparisons)), [c["arm"] for c in comparisons])
-    left.set_ylim(-0.6, len(comparisons) - 0.4)
-    left.invert_yaxis()
-    left.set(xlabel=f"speed over {arms[0]['name']} (above 1 is faster), 95 % interval", title="Verdict")
-    for arm in arms:
-        right.plot([s * 1e3 for s in arm["block_seconds_per_step"]], "o-", markersize=3, label=arm["name"])
-    right.set(xlabel="round", ylabel="ms per step", title="Blocks, taken in turns")
-    right.set_ylim(bottom=0)
-    right.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def _ablation(plan: ComparisonPlan, measured: Measured) -> dict[str, Any] | None:
+    """The effect of each flag, alone and last; and whether the single effects add up to the joint one."""
+    parts = plan.ablation
+    if parts is None or {parts.none, parts.all} & set(measured.dead):
+        return None
+    turns, confidence = measured.turns, corrected(CONFIDENCE, len(measured.turns.pairs))
+
+    def effect(arm: str, against: str) -> dict[str, Any] | None:
+        if {arm, against} & set(measured.dead):
+            return None
+        base, mine = turns.series(against, arm)
+        return asdict(estimate(log_ratios(base, mine), confidence))
+
+    rows = [
+        {
+            "flag": flag,
+            "alone": effect(arm, parts.none),
+            "last": effect(parts.all, parts.without[flag]) if flag in parts.without else None,
+        }
+        for flag, arm in parts.single.items()
+    ]
+    living = [arm for arm in parts.single.values() if arm not in measured.dead]
+    none, everything, *singles = turns.series(parts.none, parts.all, *living)
+    added = np.sum([log_ratios(none, single) for single in singles], axis=0)
+    joint = log_ratios(none, everything)
+    found = {
+        "flags": rows,
+        "product_of_singles": asdict(estimate(added)),
+        "joint": asdict(estimate(joint)),
+        "joint_over_product": asdict(estimate(joint - added)),
+    }
+    return found | {"sentence": _sum_sentence(estimate(added), estimate(joint), estimate(joint - added))}
+
+
+def _sum_sentence(added: Estimate, joint: Estimate, difference: Estimate) -> str:
+    begin = f"the single effects multiply to {added.ratio:.3f}, all flags together give {joint.ratio:.3f}: "
+    low, high = difference.interval
+    if high < 1:
+        return f"{begin}they overlap by {1 - difference.ratio:.1%} ({1 - high:.1%} to {1 - low:.1%})"
+    if low > 1:
+        return f"{begin}they help each other by {difference.ratio - 1:.1%} ({low - 1:.1%} to {high - 1:.1%})"
+    if math.isinf(difference.half_width):
+        return f"{begin}{difference.rounds} rounds are too few to say whether that is the same"
+    return f"{begin}no overlap larger than {max(1 - low, high - 1):.1%}"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity and no NaN: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
