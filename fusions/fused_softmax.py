@@ -41,7 +41,7 @@ def reference(
     """The definition in plain PyTorch. `dropout_prob` 0 draws nothing; `mask_key` None draws from torch's generator."""
     x = scores.float() if in_fp32 and scores.dtype in HALF else scores
     x = x if scale == 1.0 else x * scale
-    hidden = causal_mask(*x.shape[-2:], window, x.device) if causal or window else None
+    hidden = causal_mask(x.shape[-2], x.shape[-1], window, x.device) if causal or window else None
     if attention_mask is not None:
         hidden = attention_mask if hidden is None else attention_mask | hidden
     if hidden is not None:  # the lowest finite number, not -inf: a row with every key masked stays finite, and is set to 0
@@ -89,13 +89,19 @@ def _fused(
     return _Softmax.apply(scores, attention_mask, sink, drop, (scale, causal or bool(window), window), kernels)
 
 
-@torch.compiler.assume_constant_result
-@functools.lru_cache(maxsize=16)
 def causal_mask(sq: int, sk: int, window: int | None, device: torch.device) -> Tensor:
     """Boolean [sq, sk], True = masked out: keys after the query, and keys more than `window` - 1 before it."""
+    make = _make_causal_mask if torch.compiler.is_compiling() else _kept_causal_mask  # in a graph it costs nothing to make
+    return make(sq, sk, window, device)
+
+
+def _make_causal_mask(sq: int, sk: int, window: int | None, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # the cache outlives the mode of its first caller
         distance = torch.arange(sk - sq, sk, device=device)[:, None] - torch.arange(sk, device=device)
         return distance < 0 if window is None else (distance < 0) | (distance >= window)
+
+
+_kept_causal_mask = functools.lru_cache(maxsize=16)(_make_causal_mask)
 
 
 DropRule = tuple[Tensor, Tensor, float]  # first and second row keys, probability

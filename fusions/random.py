@@ -126,20 +126,47 @@ def keep_mask_expression(counters: Tensor, first: Tensor, second: Tensor, thresh
     return v >= threshold
 
 
-@torch.compiler.assume_constant_result
-@functools.lru_cache(maxsize=32)
 def drop_threshold(prob: float, device: torch.device) -> Tensor:
     """int32 scalar: elements below it are dropped."""
-    with torch.inference_mode(False):
+    return _traced_threshold(prob, device) if torch.compiler.is_compiling() else _kept_threshold(prob, device)
+
+
+def column_counters(columns: int, device: torch.device) -> Tensor:
+    """int32 [columns]: what each column contributes to the hash of its element."""
+    return _traced_counters(columns, device) if torch.compiler.is_compiling() else _kept_counters(columns, device)
+
+
+@functools.lru_cache(maxsize=32)
+def _kept_threshold(prob: float, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # the cache outlives the mode of its first caller
         return torch.tensor(drop_threshold_value(prob), dtype=torch.int32, device=device)
 
 
-@torch.compiler.assume_constant_result  # in a layer that is compiled as a whole, too, it comes from outside
 @functools.lru_cache(maxsize=32)
-def column_counters(columns: int, device: torch.device) -> Tensor:
-    """int32 [columns]: what each column contributes to the hash of its element."""
-    with torch.inference_mode(False):  # the cache outlives the mode of its first caller
+def _kept_counters(columns: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
         return torch.arange(columns, dtype=torch.int32, device=device) * _A
+
+
+# In a layer that is compiled as a whole these two are operators that Inductor can't look into, for the reasons given above.
+@torch.library.custom_op("fuseline::drop_threshold", mutates_args=())
+def _traced_threshold(prob: float, device: torch.device) -> Tensor:
+    return _kept_threshold(prob, device).clone()
+
+
+@torch.library.custom_op("fuseline::column_counters", mutates_args=())
+def _traced_counters(columns: int, device: torch.device) -> Tensor:
+    return _kept_counters(columns, device).clone()
+
+
+@_traced_threshold.register_fake
+def _(prob: float, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.int32, device=device)
+
+
+@_traced_counters.register_fake
+def _(columns: int, device: torch.device) -> Tensor:
+    return torch.empty(columns, dtype=torch.int32, device=device)
 
 
 def dropout(x: Tensor, prob: float, key: MaskKey) -> Tensor:

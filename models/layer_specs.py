@@ -22,7 +22,7 @@ from models.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinea
 from models.transformer_block import TransformerBlockSubmodules
 from models.transformer_layer import AddAndNorm, AddThenNorm, TransformerLayer, TransformerLayerSubmodules
 
-_FINAL_NORM = "final_layernorm"
+_FIRST_NORM, _FINAL_NORM = "input_layernorm", "final_layernorm"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def gpt_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters, co
         bind.linear(RowParallelLinear, "linear_fc2"),
     )
     layer = TransformerLayerSubmodules(
-        input_layernorm=bind.norm("input_layernorm"),
+        input_layernorm=bind.norm(_FIRST_NORM),
         self_attention=ModuleSpec(SelfAttention, submodules=attention),
         self_attn_add=bind.add("self_attn_bda", ATTENTION_RESIDUAL),
         pre_mlp_layernorm=bind.norm("pre_mlp_layernorm"),
@@ -78,6 +78,9 @@ class _Binder:
     def __init__(self, plan: FusionPlan, counters: Counters, traced: bool = False):
         self.plan, self.counters, self.traced = plan, counters, traced
         self.bound: list[TracedFusion] = []
+        # Called once in a run through the stack: the last norm; and the first one where all others are part of an addition.
+        fused = plan.decision("residual_norm_fusion", MLP_RESIDUAL).runs != REFERENCE
+        self.once = (_FINAL_NORM, _FIRST_NORM) if fused else (_FINAL_NORM,)
 
     def __call__(self, flag: str, site: str, operation: str = "") -> BoundFusion:
         """The decided function of a site; `operation` where another one than the decided has its reference."""
@@ -91,7 +94,7 @@ class _Binder:
     def count(self, layers: int) -> None:
         """Note one run through a stack of so many layers, for the slots that can't."""
         for bound in self.bound:
-            bound.count(1 if bound.decision.site == _FINAL_NORM else layers)
+            bound.count(1 if bound.decision.site in self.once else layers)
 
     def norm(self, site: str) -> ModuleSpec:
         return ModuleSpec(Norm, {"function": self("persist_layer_norm", site)})

@@ -45,7 +45,8 @@ class TransformerBlock(nn.Module):
         self.count_layers = submodules.count_layers
         if submodules.compile_layers:
             for layer in self.layers:
-                layer.compile(dynamic=False)
+                # One mathematics: a rounding to half precision stays one, as in fusions/jit.py.
+                layer.compile(dynamic=False, options={"emulate_precision_casts": True})
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None, rotary: Rotary | None, dropout: DropoutContext | None

@@ -111,7 +111,7 @@ def test_more_queries_than_keys_the_first_see_nothing(function) -> None:
 
 
 def test_a_first_call_in_inference_mode_poisons_no_cache() -> None:
-    sm.causal_mask.cache_clear()
+    sm._kept_causal_mask.cache_clear()
     with torch.inference_mode():
         sm.reference(torch.zeros(1, 1, 5, 5), causal=True)
     sm.reference(torch.zeros(1, 1, 5, 5, requires_grad=True), causal=True).sum().backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -200,23 +199,6 @@ def test_G07_one_offline_wandb_directory_or_a_warning(tiny: Path) -> None:
     assert code == 0
     folders = list((tiny / "run").glob("wandb/offline-run-*"))
     assert len(folders) == 1 or (not folders and output.count("wandb is off") == 1)
-
-
-def test_compare_from_the_command_line(tiny: Path) -> None:
-    args = [sys.executable, "scripts/compare.py", str(tiny / "tiny.yaml"), "run.device=cpu", "--rounds", "3", "--steps", "1",
-            "--arm", "unfused", "--arm", "fused", "transformer.bias_dropout_fusion=true", "--arm", "same"]  # fmt: skip
-    code, output = run(args, timeout=200)
-    assert code == 0, output
-    report = json.loads((tiny / "run/compare/report.json").read_text())
-    fused, same = report["comparisons"]
-    assert fused["loss_safe"] and fused["verdict"] in ("faster", "slower", "no_difference", "inconclusive")
-    assert same["identical_arms"] and "A/A" in output and same["loss_max_relative_difference"] == 0
-    unfused, fused = (
-        sum(s["fused"] for name, s in arm["counters"].items() if not name.startswith("optimizer."))
-        for arm in report["arms"][:2]
-    )
-    assert fused > 0 == unfused
-    assert (tiny / "run/compare/report.png").stat().st_size > 5000
 
 
 def test_generate_continues_a_prompt_from_a_run(tiny: Path) -> None:
