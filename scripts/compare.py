@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,7 @@ def main() -> int:
     for flag, why in plan.left_out.items():
         log.line(f"{flag} is left out: {why}")
     Path(plan.out).mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # stopped groups must not stay behind
     measured = Conductor(plan, loaded, log).run()
     report = make_report(plan, measured, sys.argv)
     write_outputs(report, plan.out, loaded[plan.arms[0].name].config, log)
@@ -161,4 +163,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -31,9 +31,8 @@ python scripts/generate.py runs/quickstart --prompt "def " --max-new-tokens 120
 python scripts/generate.py runs/quickstart --prompt "The " --max-new-tokens 60
 
 echo "== fused against unfused"
-flags=(transformer.{bias_dropout,residual_norm,bias_activation,masked_softmax,cross_entropy_loss}_fusion transformer.persist_layer_norm)
-python scripts/compare.py "$config" "${overrides[@]}" --rounds 8 --steps 3 \
-    --arm unfused "${flags[@]/%/=false}" --arm fused "${flags[@]/%/=true}"
+python scripts/compare.py "$config" "${overrides[@]}" --fused-vs-unfused --rounds 12
 echo
 echo "run: runs/quickstart (config.yaml, fusions.json, metrics.jsonl, loss.png, checkpoints/)"
+echo "verdict: runs/quickstart/compare/report.html (open it in a browser)"
 echo "next: edit the fusion flags in $config and see what each does: python scripts/explain.py $config"

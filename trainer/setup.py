@@ -111,16 +111,9 @@ def write_description(job: Job) -> None:
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Where and with what this process runs: revision, versions, device, threads, and what else decides how fast it is."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     cuda = device.type == "cuda"
     return {
-        "git_revision": git.stdout.strip() or None,
+        "git_revision": _git_revision(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "packages": dict(probe(device.type).versions),
@@ -148,6 +141,16 @@ _TELLING_VARIABLES = (
     "MALLOC_",
     "LD_PRELOAD",
 )
+
+
+def _git_revision() -> str | None:
+    """Of this code, with "-dirty" where it was changed; None outside a repository, or without git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        git = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return git.stdout.strip() or None
 
 
 def _cpu_name() -> str:

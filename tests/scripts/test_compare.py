@@ -154,6 +154,7 @@ def test_two_finished_runs_side_by_side(tiny: Path) -> None:
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
     code, output = compare("--runs", str(tiny / "a"), str(tiny / "b"), "--out", str(tiny / "joined"))
     assert code == 0 and "did not take turns" in output, output
+    assert (tiny / "a/environment.json").is_file()
     found = json.loads((tiny / "joined/runs.json").read_text())
     changed = found["config"]["optimizer.learning_rate"]
     assert (changed["a"], changed["b"]) == (1e-3, 2e-3)

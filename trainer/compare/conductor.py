@@ -238,6 +238,8 @@ def _references(arms: dict[str, dict[str, Any]]) -> dict[str, str]:
 def _so_far(found: list[tuple[Pair, Any]], widest: tuple[Pair, Any] | None) -> str:
     if len(found) > 3 and widest is not None:
         pair, estimate = widest
+        if math.isinf(estimate.half_width):
+            return f"{len(found)} comparisons; too few rounds for their intervals yet"
         return f"{len(found)} comparisons, the widest interval is {pair.arm}'s: ±{estimate.half_width:.1%}"
     parts = []
     for pair, estimate in found:

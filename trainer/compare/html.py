@@ -9,7 +9,7 @@ from typing import Any
 from trainer.compare.charts import Scale, difference_strip, interval_strip, line_chart, share_strip
 from trainer.compare.page import page
 from trainer.compare.report import compile_seconds
-from trainer.compare.words import arms_table, interval, memory_words
+from trainer.compare.words import arms_table, gpu_words, interval, memory_words
 
 _MOST_PARTS = 14  # rows of an attribution chart
 
@@ -226,13 +226,15 @@ def _method(report: dict[str, Any]) -> str:
             str(arm["processes"]),
             " ".join(f"{k}={v}" for k, v in arm["environment"].items()) or "-",
             f"{compile_seconds(arm):.1f}" if arm.get("step_seconds") else "-",
+            gpu_words(arm) or "-",
         )
         for arm in report["arms"]
     ]
     environment = json.dumps(report["environment"], indent=1)
+    header = ("arm", "overrides", "processes", "environment", "compile s", "GPU: clock, temperature, power")
     return (
         f"<p>{escape(text)}</p>"
-        + plain_table("What each arm was started with", ("arm", "overrides", "processes", "environment", "compile s"), arms)
+        + plain_table("What each arm was started with", header, arms)
         + f"<details><summary>Command and environment</summary><pre>{escape(' '.join(report['command']))}\n\n"
         f"{escape(environment)}</pre></details>" + "".join(f"<p>{escape(note)}.</p>" for note in report["notes"])
     )

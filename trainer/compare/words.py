@@ -23,9 +23,10 @@ def tables(report: dict[str, Any]) -> list[Table]:
 def arms_table(report: dict[str, Any]) -> Table:
     """Speed and memory of each arm."""
     rows = []
+    gpu = any("largest_micro_batch" in arm for arm in report["arms"])
     for arm in report["arms"]:
         if not arm.get("blocks"):
-            rows.append((arm["name"], "died", "", "", "", ""))
+            rows.append((arm["name"], "died", "", "", "", "", *([""] if gpu else [])))
             continue
         seconds, memory = median_step(arm), arm.get("memory")
         rows.append(
@@ -36,11 +37,23 @@ def arms_table(report: dict[str, Any]) -> Table:
                 mebibytes(max(memory["peak_bytes"])) if memory else "",
                 f"{compile_seconds(arm):.1f}",
                 f"{calls_per_step(arm):g}",
+                *([str(arm.get("largest_micro_batch", ""))] if gpu else []),
             )
         )
     how = report["how_measured"]
     title = f"Arms: {how['rounds']} rounds of {how['steps_per_block']} step(s), in turns"
-    return title, ("arm", "ms/step", "tokens/s", "peak MiB", "compile s", "fused calls/step"), rows
+    header = ("arm", "ms/step", "tokens/s", "peak MiB", "compile s", "fused calls/step")
+    return title, (*header, *(["largest micro-batch"] if gpu else [])), rows
+
+
+def gpu_words(arm: dict[str, Any]) -> str:
+    """The range of clock, temperature and power beside an arm's blocks, or why they are not known; "" on a CPU."""
+    states = [block["gpu"] for block in arm.get("blocks", []) if block["gpu"]]
+    if not states or "unknown" in states[0]:
+        return states[0]["unknown"] if states else ""
+    units = {"clock_mhz": "MHz", "temperature_c": "°C", "power_w": "W"}
+    ends = ((min(s[key] for s in states), max(s[key] for s in states), unit) for key, unit in units.items())
+    return ", ".join(f"{low:,.0f} to {high:,.0f} {unit}" for low, high, unit in ends)
 
 
 def calls_per_step(arm: dict[str, Any]) -> float:

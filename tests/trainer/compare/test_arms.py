@@ -9,6 +9,7 @@ import pytest
 from configs.load import load_config
 from configs.section import ConfigError
 from fusions.machine import probe
+from tests.conftest import ROOT
 from trainer.compare.arms import Arm, ablation, against_first, backends, fused_vs_unfused, read_arms
 from trainer.compare.conductor import largest_that_fits
 from trainer.compare.plan import ComparisonPlan, groups, other_losses, refusals
@@ -135,6 +136,14 @@ def test_arms_in_a_file(tiny: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):
             read_arms(str(file))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/compare").glob("*.yaml")), ids=lambda p: p.name)
+def test_the_comparisons_kept_here_are_sound(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    read = read_arms(str(path))
+    assert read.config is not None
+    ComparisonPlan(read.config, read.overrides, read.arms.arms, read.arms.pairs, Budget(20), "out").check()
 
 
 def test_losses_are_compared_only_between_arms_that_train_alike(tiny: Path) -> None:

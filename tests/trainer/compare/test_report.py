@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -169,3 +171,37 @@ def test_without_any_comparison_there_is_still_a_report(tiny: Path) -> None:
     assert made["headline"].startswith("No verdict") and made["comparisons"] == []
     write_outputs(made, plan.out, load_config(tiny / "tiny.yaml", []).config, Log(rank=1))
     assert "out of &lt;memory&gt;" in (tiny / "out" / "report.html").read_text()
+
+
+def test_tables_and_picture_reach_wandb_when_it_is_on(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: dict[str, Any] = {}
+
+    class Run:
+        summary: dict[str, Any] = {}  # noqa: RUF012
+
+        def log(self, values: dict[str, Any]) -> None:
+            logged.update(values)
+
+        def finish(self) -> None:
+            logged["finished"] = True
+
+    class Table:
+        def __init__(self, columns: list[str], data: list[list[str]]):
+            assert all(len(row) == len(columns) for row in data)
+
+    fake = SimpleNamespace(init=lambda **settings: logged.update(settings) or Run(), Table=Table, Image=lambda path: path)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    plan, measured = comparison(tiny)
+    config = load_config(tiny / "tiny.yaml", ["logging.wandb.mode=offline"]).config
+    write_outputs(make_report(plan, measured, []), plan.out, config, Log(rank=1))
+    assert logged["finished"] and {"arms", "comparisons", "ablation", "roofline of all", "verdict"} <= set(logged)
+    assert logged["dir"] == str(tiny / "out") and "compare" in logged["name"]
+
+
+def test_what_a_gpu_did_beside_the_blocks_is_told(tiny: Path) -> None:
+    plan, measured = comparison(tiny)
+    for number, block in enumerate(measured.arms["all"]["blocks"]):
+        block["gpu"] = {"clock_mhz": 1900.0 + number, "temperature_c": 40.0, "power_w": 300.0}
+    measured.arms["all"]["largest_micro_batch"] = 12
+    text = html_report(make_report(plan, measured, []))
+    assert "1,900 to 1,923 MHz" in text and "largest micro-batch" in text
