@@ -15,13 +15,14 @@ def attribution(arms: dict[str, dict[str, Any]], pair: Pair) -> dict[str, Any] |
     """Milliseconds of each part in both arms, and their difference; None where one has no profile.
 
     A part is a fusion site's forward or backward, or a phase of the step that belongs to no site. A profiler slows a step
-    down, so a part is its share of the profiled steps times the measured step: the parts add up to the medians of both arms.
+    down, so a part is its share of the profiled steps times the measured step: the parts add up to the medians of both
+    arms' blocks in this comparison.
     """
     both = [arms[pair.against], arms[pair.arm]]
     if not all(arm.get("profiles") and arm.get("blocks") for arm in both):
         return None
     layers_whole = any(arm["config"]["training"]["compile_layers"] for arm in both)
-    base, mine = (_parts(arm, layers_whole) for arm in both)
+    base, mine = (_parts(arm, pair, layers_whole) for arm in both)
     rows = []
     for site, part in dict.fromkeys([*base, *mine]):
         before, after = base.get((site, part), 0.0), mine.get((site, part), 0.0)
@@ -38,7 +39,7 @@ def attribution(arms: dict[str, dict[str, Any]], pair: Pair) -> dict[str, Any] |
     }
 
 
-def _parts(arm: dict[str, Any], layers_whole: bool) -> dict[tuple[str, str], float]:
+def _parts(arm: dict[str, Any], pair: Pair, layers_whole: bool) -> dict[tuple[str, str], float]:
     """(site, part) -> ms, from the medians over the profiles. `layers_whole`: a layer is one site, as it is when compiled."""
     shares: dict[tuple[str, str], list[float]] = {}
     for profile in arm["profiles"]:
@@ -51,5 +52,5 @@ def _parts(arm: dict[str, Any], layers_whole: bool) -> dict[tuple[str, str], flo
         for key, seconds in found.items():
             shares.setdefault(key, []).append(seconds / profile["total"])
     medians = {key: statistics.median(values) for key, values in shares.items() if any(values)}
-    step_ms = statistics.median(block["seconds_per_step"] for block in arm["blocks"]) * 1e3
+    step_ms = statistics.median(b["seconds_per_step"] for b in arm["blocks"] if b["pair"] == pair.key) * 1e3
     return {key: share / sum(medians.values()) * step_ms for key, share in medians.items()}

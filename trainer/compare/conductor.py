@@ -15,6 +15,7 @@ from configs.load import LoadedConfig
 from trainer.compare.group import GroupDied, WorkerGroup
 from trainer.compare.parity import NOISE_RUNS
 from trainer.compare.plan import ComparisonPlan, groups, other_losses, processes, refusals
+from trainer.compare.statistics import CONFIDENCE
 from trainer.compare.turns import ContestantFailed, Pair, Turns, take_turns
 from trainer.log import Log
 
@@ -77,14 +78,13 @@ class Conductor:
             noise = self._losses()
             self._memory()
             steps = self._warm_up()
-            turns = take_turns(
-                {name: self._contestant(name, steps) for name in self.alive},
-                [pair for pair in self.plan.pairs if {pair.arm, pair.against} <= set(self.alive)],
-                self.plan.budget,
-                progress=self._progress(),
-            )
+            pairs = [pair for pair in self.plan.pairs if {pair.arm, pair.against} <= set(self.alive)]
+            turns = Turns(CONFIDENCE, pairs, {}, ended="no two arms are left to compare")
+            if pairs:
+                contestants = {name: self._contestant(name, steps) for name in self.alive}
+                turns = take_turns(contestants, pairs, self.plan.budget, progress=self._progress())
             self.dead |= turns.failures
-            self.log.line(f"{max((len(s) for s in turns.seconds.values()), default=0)} rounds; ended by: {turns.ended}")
+            self.log.line(f"{turns.rounds} rounds; ended by: {turns.ended}")
             if self.plan.attribution:
                 self._attribute()
             return Measured(self.arms, self.dead, noise, self.reference, turns, steps, self.notes)

@@ -213,7 +213,8 @@ def _method(report: dict[str, Any]) -> str:
     how = report["how_measured"]
     text = (
         f"Arms took turns in {how['rounds']} rounds (ended by: {how['ended']}), each turn {how['steps_per_block']} timed step(s) "
-        "after untimed ones; rounds come in twos, an order and its reverse. The ratio is taken round by round; the figure is "
+        "after untimed ones. The two of a comparison ran one right after the other, and rounds came in twos, an order and its "
+        "reverse. The ratio is taken round by round; the figure is "
         f"their median, the interval its bootstrap at {how['confidence_of_each']:.2%}, so that all of them hold together with "
         f"{how['familywise_confidence']:.0%}. Losses are those of the first {how['loss_iterations']} iterations from the "
         "initial weights, with the same data and dropout masks. Peak memory is parameters, optimizer state and the most that a "

@@ -13,7 +13,7 @@ from trainer.compare.attribution import attribution
 from trainer.compare.conductor import Measured
 from trainer.compare.parity import loss_safety
 from trainer.compare.plan import SAME_LOSSES, ComparisonPlan, differences, other_losses
-from trainer.compare.statistics import CONFIDENCE, EQUIVALENCE, Estimate, corrected, estimate, log_ratios
+from trainer.compare.statistics import CONFIDENCE, EQUIVALENCE, Estimate, corrected, estimate
 from trainer.compare.turns import Pair
 
 MEMORY_EQUIVALENCE = 0.005
@@ -41,7 +41,7 @@ def make_report(plan: ComparisonPlan, measured: Measured, command: list[str]) ->
         "attribution": [found for pair in pairs if (found := attribution(measured.arms, pair))],
         "environment": machine,
         "how_measured": {
-            "rounds": max((len(series) for series in measured.turns.seconds.values()), default=0),
+            "rounds": measured.turns.rounds,
             "ended": measured.turns.ended,
             "steps_per_block": measured.steps_per_block,
             "loss_iterations": plan.loss_iters,
@@ -65,10 +65,13 @@ def headline(report: dict[str, Any]) -> str:
 
 
 def _join_blocks(measured: Measured) -> None:
-    """Say of each block which round it belongs to; of an arm that died, the last one may be missing."""
+    """Say of each block which comparison and round it belongs to."""
     for name, arm in measured.arms.items():
-        rounds = sorted(measured.turns.seconds.get(name, {}))
-        arm["blocks"] = [{"round": number, **block} for number, block in zip(rounds, arm.get("blocks", []), strict=False)]
+        order = measured.turns.order.get(name, [])
+        arm["blocks"] = [
+            {"round": number, "pair": pair, **block}
+            for (number, pair), block in zip(order, arm.get("blocks", []), strict=False)
+        ]
 
 
 def _comparison(measured: Measured, pair: Pair, safety: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -94,7 +97,7 @@ def _comparison(measured: Measured, pair: Pair, safety: dict[str, dict[str, Any]
         "identical_arms": identical,
         "loss_safe": safe,
         "memory": memory,
-        "break_even_iterations": _break_even(base, arm) if found.verdict() == "faster" else None,
+        "break_even_iterations": _break_even(pair, base, arm) if found.verdict() == "faster" else None,
     }
     result["sentence"] = _sentence(result, found, measured, safety)
     return result
@@ -148,9 +151,9 @@ def _memory(base: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any] | None:
     return {"ratio": ratio, "interval": interval, "verdict": verdict, "arm_bytes": max(ours), "against_bytes": max(theirs)}
 
 
-def median_step(arm: dict[str, Any]) -> float:
-    """Seconds of a step."""
-    return statistics.median(block["seconds_per_step"] for block in arm["blocks"])
+def median_step(arm: dict[str, Any], pair: Pair | None = None) -> float:
+    """Seconds of a step; of one comparison's blocks, or of all."""
+    return statistics.median(b["seconds_per_step"] for b in arm["blocks"] if pair is None or b["pair"] == pair.key)
 
 
 def compile_seconds(arm: dict[str, Any]) -> float:
@@ -158,8 +161,8 @@ def compile_seconds(arm: dict[str, Any]) -> float:
     return max(0.0, arm["step_seconds"][0] - statistics.median(arm["step_seconds"][1:]))
 
 
-def _break_even(base: dict[str, Any], arm: dict[str, Any]) -> int | None:
-    saved = median_step(base) / base["tokens_per_step"] - median_step(arm) / arm["tokens_per_step"]
+def _break_even(pair: Pair, base: dict[str, Any], arm: dict[str, Any]) -> int | None:
+    saved = median_step(base, pair) / base["tokens_per_step"] - median_step(arm, pair) / arm["tokens_per_step"]
     extra = compile_seconds(arm) - compile_seconds(base)
     return round(extra / (saved * arm["tokens_per_step"])) if saved > 0 and extra > 0 else None
 
@@ -195,24 +198,29 @@ def _ablation(plan: ComparisonPlan, measured: Measured) -> dict[str, Any] | None
         return None
     turns, confidence = measured.turns, corrected(CONFIDENCE, len(measured.turns.pairs))
 
-    def effect(arm: str, against: str) -> dict[str, Any] | None:
-        if {arm, against} & set(measured.dead):
-            return None
-        base, mine = turns.series(against, arm)
-        return asdict(estimate(log_ratios(base, mine), confidence))
+    def logs(arm: str, against: str) -> dict[int, float]:
+        """By round; of an arm that died, none."""
+        pair = Pair(arm, against)
+        if pair not in turns.pairs or {arm, against} & set(measured.dead):
+            return {}
+        return {number: math.log(base / mine) for number, (base, mine) in turns.series(pair).items()}
+
+    def effect(by_round: dict[int, float], sign: int = 1) -> dict[str, Any] | None:
+        return asdict(estimate(sign * np.array(list(by_round.values())), confidence)) if by_round else None
 
     rows = [
         {
             "flag": flag,
-            "alone": effect(arm, parts.none),
-            "last": effect(parts.all, parts.without[flag]) if flag in parts.without else None,
+            "alone": effect(logs(arm, parts.none)),
+            "last": effect(logs(parts.without[flag], parts.all), -1) if flag in parts.without else None,
         }
         for flag, arm in parts.single.items()
     ]
-    living = [arm for arm in parts.single.values() if arm not in measured.dead]
-    none, everything, *singles = turns.series(parts.none, parts.all, *living)
-    added = np.sum([log_ratios(none, single) for single in singles], axis=0)
-    joint = log_ratios(none, everything)
+    singles = [found for arm in parts.single.values() if (found := logs(arm, parts.none))]
+    whole = logs(parts.all, parts.none)
+    rounds = sorted(set(whole).intersection(*singles))
+    added = np.array([sum(single[number] for single in singles) for number in rounds])
+    joint = np.array([whole[number] for number in rounds])
     found = {
         "flags": rows,
         "product_of_singles": asdict(estimate(added)),

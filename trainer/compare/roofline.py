@@ -14,7 +14,7 @@ from fusions.autotune import timed
 from fusions.catalogue import OPERATIONS
 from fusions.registry import REFERENCE, Counters, Decision, FusionPlan
 from fusions.samples import Sample, sample
-from trainer.compare.turns import Budget, take_turns
+from trainer.compare.turns import ALL, Budget, take_turns
 
 Call = Callable[[], Any]
 COPY = "copy"
@@ -74,7 +74,7 @@ def time_in_turns(calls: dict[str, Call], rounds: int, device: torch.device) -> 
         call()
     contestants = {name: lambda call=call: timed(call, device) for name, call in calls.items()}
     turns = take_turns(contestants, [], Budget(rounds=rounds))
-    return {name: list(by_round.values()) for name, by_round in turns.seconds.items()}
+    return {name: list(by_round.values()) for name, by_round in turns.seconds[ALL].items()}
 
 
 def roofline(

@@ -1,7 +1,9 @@
 """Contestants take turns, so that the machine's drift hits all alike: the engine under every comparison. NumPy only.
 
-A turn is one timed block of one contestant. Rounds come in twos, an order drawn anew and then its reverse (A B B A, or B A A B),
-so that whatever grows with time, or follows from who came before, cancels.
+A turn is one timed block of one contestant. The two of a comparison always run one right after the other, since a busy machine's
+noise grows with the time between them: with many comparisons, what they are compared with runs once in each. Rounds come in
+twos, an order drawn anew and then its reverse (A B B A, or B A A B), so that whatever grows with time, or follows from who came
+before, cancels.
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ class Pair:
 
     arm: str
     against: str
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+        return f"{self.arm} / {self.against}"
 
 
 @dataclass(frozen=True)
@@ -59,33 +66,39 @@ class Budget:
         return done >= self.FEWEST and done % (2 * max(1, 10 ** (len(str(done)) - 2))) == 0
 
 
+ALL = ""  # the name of the bout of all contestants, where there is no pair
+
+
 @dataclass
 class Turns:
-    """The blocks of every contestant, by round. A contestant that failed has fewer."""
+    """The blocks: of each bout (a pair, by its key) and each of its contestants, by round. After a failure there are fewer."""
 
     confidence: float
     pairs: list[Pair]
-    seconds: dict[str, dict[int, float]]  # contestant -> round -> seconds of one unit of work
+    seconds: dict[str, dict[str, dict[int, float]]]  # bout -> contestant -> round -> seconds of one unit of work
+    order: dict[str, list[tuple[int, str]]] = field(
+        default_factory=dict
+    )  # contestant -> (round, bout) of each of its blocks
     failures: dict[str, str] = field(default_factory=dict)
+    rounds: int = 0
     ended: str = ""
 
-    def series(self, *names: str) -> list[list[float]]:
-        """The blocks of some contestants, of the rounds that all of them took part in."""
-        common = sorted(set.intersection(*(set(self.seconds[name]) for name in names)))
-        return [[self.seconds[name][number] for number in common] for name in names]
+    def series(self, pair: Pair) -> dict[int, tuple[float, float]]:
+        """round -> (seconds of what it is compared with, seconds of the arm)."""
+        base, mine = self.seconds[pair.key][pair.against], self.seconds[pair.key][pair.arm]
+        return {number: (base[number], mine[number]) for number in sorted(set(base) & set(mine))}
 
     def estimate(self, pair: Pair) -> Estimate | None:
-        """The ratio so far, None where the two have no round in common."""
-        base, arm = self.series(pair.against, pair.arm)
-        return paired_ratio(base, arm, confidence=self.confidence, comparisons=len(self.pairs)) if base else None
+        """The ratio so far, None before the first round."""
+        both = list(self.series(pair).values())
+        if not both:
+            return None
+        base, mine = zip(*both, strict=True)
+        return paired_ratio(base, mine, confidence=self.confidence, comparisons=len(self.pairs))
 
     def estimates(self, pairs: Sequence[Pair]) -> list[Estimate]:
-        """Those of `pairs` that have a round in common."""
+        """Those of `pairs` that have a round."""
         return [found for pair in pairs if (found := self.estimate(pair)) is not None]
-
-    def alive(self) -> list[str]:
-        """The contestants that haven't failed."""
-        return [name for name in self.seconds if name not in self.failures]
 
 
 def take_turns(
@@ -97,31 +110,44 @@ def take_turns(
     progress: Callable[[int, Turns], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Turns:
-    """Run rounds until the budget ends them. `progress(rounds done, turns so far)` is called after each.
+    """Run rounds until the budget ends them: in each, every pair's two blocks; without pairs, one block of every contestant.
 
-    A contestant that raises ContestantFailed is left out from there on.
+    `progress(rounds done, turns so far)` is called after each round. A contestant that raises ContestantFailed is left out from
+    there on, with the pairs it is in.
     """
-    turns = Turns(confidence, list(pairs), {name: {} for name in contestants})
-    shuffle, order, begin, done = np.random.Generator(np.random.PCG64(0)), list(contestants), clock(), 0
+    bouts = {pair.key: (pair.against, pair.arm) for pair in pairs} or {ALL: tuple(contestants)}
+    turns = Turns(confidence, list(pairs), {key: {name: {} for name in names} for key, names in bouts.items()})
+    turns.order = {name: [] for name in contestants}
+    shuffle, order, begin = np.random.Generator(np.random.PCG64(0)), [], clock()
     while not turns.ended:
-        order = order[::-1] if done % 2 else [str(name) for name in shuffle.permutation(list(contestants))]
-        for name in order:
-            if name in turns.failures:
-                continue
-            try:
-                turns.seconds[name][done] = contestants[name]()
-            except ContestantFailed as error:
-                turns.failures[name] = str(error)
-        done += 1
+        order = order[::-1] if turns.rounds % 2 else _new_order(bouts, shuffle)
+        for key, name in order:
+            if not set(bouts[key]) & set(turns.failures):
+                _one_turn(turns, key, name, contestants[name])
+        turns.rounds += 1
         if progress is not None:
-            progress(done, turns)
-        living = set(turns.alive())
-        open_pairs = [pair for pair in pairs if {pair.arm, pair.against} <= living]
+            progress(turns.rounds, turns)
+        open_pairs = [pair for pair in pairs if not {pair.arm, pair.against} & set(turns.failures)]
         if pairs and not open_pairs:
             turns.ended = "no two arms are left to compare"
         else:
-            turns.ended = budget.ends(done, clock() - begin, lambda now=open_pairs: turns.estimates(now))
+            turns.ended = budget.ends(turns.rounds, clock() - begin, lambda now=open_pairs: turns.estimates(now))
     return turns
+
+
+def _new_order(bouts: dict[str, tuple[str, ...]], shuffle: np.random.Generator) -> list[tuple[str, str]]:
+    """(bout, contestant) of one round."""
+    keys = list(bouts)
+    shuffled = [keys[i] for i in shuffle.permutation(len(keys))]
+    return [(key, bouts[key][i]) for key in shuffled for i in shuffle.permutation(len(bouts[key]))]
+
+
+def _one_turn(turns: Turns, key: str, name: str, contestant: Contestant) -> None:
+    try:
+        turns.seconds[key][name][turns.rounds] = contestant()
+        turns.order[name].append((turns.rounds, key))
+    except ContestantFailed as error:
+        turns.failures[name] = str(error)
 
 
 def compare(

@@ -72,10 +72,18 @@ def comparison(tiny: Path, **changes: dict[str, Any]) -> tuple[ComparisonPlan, M
         str(tiny / "tiny.yaml"), ["run.device=cpu"], made, pairs, Budget(ROUNDS), str(tiny / "out"),
         left_out={"apply_rope_fusion": "no effect: position_embedding_type is <learned>"}, ablation=Ablation(single=singles),
     )  # fmt: skip
-    seconds = {
-        name: {number: block["seconds_per_step"] / a["tokens_per_step"] for number, block in enumerate(a["blocks"])}
-        for name, a in arms.items()
-    }
-    turns = Turns(0.99, pairs, seconds, ended="all rounds done")
+    seconds: dict[str, dict[str, dict[int, float]]] = {}
+    order: dict[str, list[tuple[int, str]]] = {name: [] for name in arms}
+    blocks: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
+    for pair in pairs:
+        for name in (pair.against, pair.arm):
+            a = arms[name]
+            times = {number: block["seconds_per_step"] / a["tokens_per_step"] for number, block in enumerate(a["blocks"])}
+            seconds.setdefault(pair.key, {})[name] = times
+            order[name] += [(number, pair.key) for number in times]
+            blocks[name] += a["blocks"]
+    for name, a in arms.items():
+        a["blocks"] = blocks[name]
+    turns = Turns(0.99, pairs, seconds, order, rounds=ROUNDS, ended="all rounds done")
     noise = {"none": [{"losses": [x * (1 + 1e-7) for x in arms["none"]["losses"]], "grad_norms": [1.0 + 1e-6] * 20}]}
     return plan, Measured(arms, {}, noise, dict.fromkeys(arms, "none"), turns, 1, ["a note with <b>marks</b>"])

@@ -110,7 +110,11 @@ def test_the_figures_can_be_recomputed_from_the_json_alone(tiny: Path) -> None:
     arms = {a["name"]: a for a in saved["arms"]}
     for c in saved["comparisons"]:
         per_token = [
-            {b["round"]: b["seconds_per_step"] / arms[name]["tokens_per_step"] for b in arms[name]["blocks"]}
+            {
+                b["round"]: b["seconds_per_step"] / arms[name]["tokens_per_step"]
+                for b in arms[name]["blocks"]
+                if b["pair"] == f"{c['arm']} / {c['against']}"
+            }
             for name in (c["against"], c["arm"])
         ]
         rounds = sorted(set(per_token[0]) & set(per_token[1]))

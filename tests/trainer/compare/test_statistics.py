@@ -95,6 +95,20 @@ def test_rounds_come_in_twos_of_opposite_order_and_everyone_has_every_place() ->
     assert len({"".join(r) for r in rounds}) == 6
 
 
+def test_the_two_of_a_pair_run_one_right_after_the_other() -> None:
+    order: list[str] = []
+    contestants = {name: lambda name=name: order.append(name) or 1.0 for name in "abcd"}
+    take_turns(contestants, [Pair("b", "a"), Pair("c", "a"), Pair("d", "c")], Budget(rounds=20))
+    rounds = [order[i : i + 6] for i in range(0, 120, 6)]
+    assert all(second == first[::-1] for first, second in zip(rounds[::2], rounds[1::2], strict=True))
+    assert {frozenset(r[i : i + 2]) for r in rounds for i in (0, 2, 4)} == {
+        frozenset("ab"),
+        frozenset("ac"),
+        frozenset("cd"),
+    }
+    assert len({tuple(r) for r in rounds}) > 5
+
+
 def test_a_contestant_that_fails_is_left_out_and_the_others_go_on() -> None:
     count = itertools.count()
 
@@ -104,12 +118,12 @@ def test_a_contestant_that_fails_is_left_out_and_the_others_go_on() -> None:
         return 1.0
 
     turns = take_turns({"a": lambda: 1.0, "b": fails, "c": lambda: 2.0}, [Pair("b", "a"), Pair("c", "a")], Budget(rounds=12))
-    assert turns.failures == {"b": "disk on fire"} and turns.alive() == ["a", "c"]
-    assert len(turns.seconds["b"]) == 5 and len(turns.seconds["c"]) == 12
+    assert turns.failures == {"b": "disk on fire"}
+    assert len(turns.order["b"]) == 5 and len(turns.order["c"]) == 12 and 17 <= len(turns.order["a"]) <= 18
     found = turns.estimate(Pair("c", "a"))
     assert found is not None and found.ratio == pytest.approx(0.5) and found.rounds == 12
     alone = take_turns({"a": lambda: 1.0, "b": fails}, [Pair("b", "a")], Budget(rounds=12))
-    assert len(alone.seconds["b"]) == 12
+    assert len(alone.order["b"]) == 12
     count = itertools.count(5)
     assert "no two arms" in take_turns({"a": lambda: 1.0, "b": fails}, [Pair("b", "a")], Budget(rounds=12)).ended
 
@@ -130,7 +144,7 @@ def test_until_resolved_goes_on_until_the_interval_is_narrow_or_time_is_out() ->
     assert few.rounds == 20 < many.rounds and many.half_width <= 0.01 and many.verdict() == "faster"
     now = itertools.count()
     out = take_turns(noisy(1, 0.5), [pair], Budget(until_resolved=0.01, seconds=50), clock=lambda: next(now))  # pyright: ignore
-    assert "time limit" in out.ended and len(out.seconds["a"]) == 51
+    assert "time limit" in out.ended and out.rounds == 51
 
 
 def test_any_two_callables_compare() -> None:
