@@ -150,14 +150,25 @@ def _roofline(arm: dict[str, Any]) -> str:
         f'<td class="wide">{share_strip(r["share_of_copy_bandwidth"])}</td><td>{r["share_of_copy_bandwidth"]:.0%}</td>'
         f"{_cell('GB/s', r['gigabytes_per_second'], '.1f')}{_cell('MiB', r['bytes'] / 2**20, ',.1f')}"
         f"{_cell('ms', r['ms'], '.3f')}{_cell('calls/step', r['calls_per_step'], 'g')}"
+        f'<td data-label="bound by">{r["bound"]}</td>'
         f"{_cell('ms/step to win', r['headroom_ms'])}</tr>"
         for r in sorted(arm["roofline"], key=lambda r: -r["headroom_ms"])
     ]
     caption = (
         f"{arm['name']}: each fused operation at this run's shapes. The whole strip is the copy bandwidth measured in turns with "
-        "it; the last column is what a step would gain at that speed."
+        "it; the last column is what a step would gain at that speed, or at that of its products."
     )
-    heads = ("operation", "share of copy bandwidth", "share", "GB/s", "MiB", "ms", "calls/step", "ms/step to win")
+    heads = (
+        "operation",
+        "share of copy bandwidth",
+        "share",
+        "GB/s",
+        "MiB",
+        "ms",
+        "calls/step",
+        "bound by",
+        "ms/step to win",
+    )
     return _chart_table("", caption, heads, rows, "roofline-chart")
 
 

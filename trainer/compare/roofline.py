@@ -78,11 +78,12 @@ def time_in_turns(calls: dict[str, Call], rounds: int, device: torch.device) -> 
 
 
 def roofline(
-    plan: FusionPlan, counters: Counters, steps: int, device: torch.device, rounds: int = 9
+    plan: FusionPlan, counters: Counters, steps: int, gemm_rate: float, device: torch.device, rounds: int = 9
 ) -> list[dict[str, Any]]:
     """One row for each fused operation of a run and each of its passes, at the shapes of the run.
 
-    `headroom_ms`: what a step would gain if this operation moved its bytes as fast as a copy of them does, by the number of
+    `floor_ms` is what a copy of as many bytes takes; where the operation holds a matrix product, what that takes at `gemm_rate`
+    (FLOP/s), if it is more (`bound`: memory or arithmetic). `headroom_ms`: what a step would gain at the floor, by the number of
     calls in a step that `counters` saw in `steps` steps.
     """
     by_request: dict[Any, list[Decision]] = {}
@@ -110,9 +111,23 @@ def roofline(
                         **_against_copy(run, moved, rounds, device),
                     }
                 )
+                product_ms = _matrix_flops(operation, part, call) / gemm_rate * 1e3
+                rows[-1]["bound"] = "arithmetic" if product_ms > rows[-1]["copy_ms"] else "memory"
+                rows[-1]["floor_ms"] = max(product_ms, rows[-1]["copy_ms"])
     for row in rows:
-        row["headroom_ms"] = row["calls_per_step"] * max(0.0, row["ms"] - row["copy_ms"])
+        row["headroom_ms"] = row["calls_per_step"] * max(0.0, row["ms"] - row["floor_ms"])
     return rows
+
+
+def _matrix_flops(operation: str, part: str, call: Sample) -> float:
+    """FLOPs of the matrix products in an operation; in the backward two, and a third where logits are made again."""
+    if operation not in ("linear_wgrad", "linear_cross_entropy"):
+        return 0.0
+    x, weight = call.args[0], call.args[1]
+    product = 2.0 * x.numel() * weight.shape[0]
+    if part == "forward":
+        return product
+    return (2 if operation == "linear_wgrad" else 3) * product
 
 
 def _against_copy(run: Call, moved: int, rounds: int, device: torch.device) -> dict[str, float]:

@@ -138,11 +138,12 @@ def roofline_table(arm: dict[str, Any]) -> Table:
             f"{row['ms']:.3f}",
             f"{row['gigabytes_per_second']:.1f}",
             f"{row['share_of_copy_bandwidth']:.0%}",
+            row["bound"],
             f"{row['headroom_ms']:.2f}",
         )
         for row in sorted(arm["roofline"], key=lambda row: -row["headroom_ms"])
     ]
-    header = ("operation", "backend", "part", "calls/step", "MiB", "ms", "GB/s", "of copy", "ms/step to win")
+    header = ("operation", "backend", "part", "calls/step", "MiB", "ms", "GB/s", "of copy", "bound by", "ms/step to win")
     return f"Roofline of {arm['name']}: fused operations at this run's shapes", header, rows
 
 

@@ -210,7 +210,7 @@ class Worker:
     def roofline(self, arm: str) -> dict[str, Any]:
         """Bytes and speed of every fused operation of the arm at this run's shapes."""
         run = self.arm(arm)
-        return {"rows": roofline(run.job.plan, run.job.counters, max(1, run.iteration), self.device)}
+        return {"rows": roofline(run.job.plan, run.job.counters, max(1, run.iteration), run.job.gemm_rate, self.device)}
 
     def warm_up(self, arms: list[str]) -> dict[str, Any]:
         """Two steps of each arm, then everything built so far is out of the garbage collector's way."""

@@ -34,7 +34,7 @@ def arm(tiny: Path, name: str, asked: dict[str, bool], seconds: float, *, runs: 
     profile = {"total": seconds, "sites": sites, "phases": {"optimizer": seconds * 0.1}}
     roof = {"operation": "bias_gelu", "backend": "compile", "flags": [], "sites": ["mlp"], "part": "forward", "shape": [8],
             "calls_per_step": 3, "bytes": 1 << 20, "ms": 0.3, "copy_ms": 0.1, "gigabytes_per_second": 3.5,
-            "copy_gigabytes_per_second": 10.0, "share_of_copy_bandwidth": 0.33, "headroom_ms": 0.6}  # fmt: skip
+            "copy_gigabytes_per_second": 10.0, "share_of_copy_bandwidth": 0.33, "headroom_ms": 0.6, "bound": "memory", "floor_ms": 0.1}  # fmt: skip
     return {
         "name": name, "overrides": overrides, "environment": {}, "processes": 1, "config": config, "sources": {},
         "losses": [loss * (1 + drift * i) for i, loss in enumerate(losses)],
