@@ -74,7 +74,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None, world_size
     """
     problems: list[Problem] = []
     sources: dict[str, str] = {}
-    tree = _read_yaml(Path(path), sources, problems)
+    tree = read_yaml(Path(path), sources, problems)
     for override in overrides or []:
         _apply_override(tree, override, sources, problems)
     config = _validate(tree, sources, problems)
@@ -90,7 +90,11 @@ def write_schema(path: str | Path) -> None:
     Path(path).write_text(json.dumps(json_schema(), indent=1) + "\n")
 
 
-def _read_yaml(path: Path, sources: dict[str, str], problems: list[Problem]) -> dict[str, Any]:
+def read_yaml(path: Path, sources: dict[str, str], problems: list[Problem]) -> dict[str, Any]:
+    """A YAML file as plain values; `sources` gets the line of each key, `problems` every key that is there twice.
+
+    Raises ConfigError for what is no YAML mapping.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

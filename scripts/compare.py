@@ -33,7 +33,7 @@ from trainer.compare.runs import compare_runs
 from trainer.compare.turns import Budget, Pair
 from trainer.log import Log
 
-_DEFAULT_ROUNDS = 20
+_DEFAULT_ROUNDS = 16  # the ablation of seven flags, 16 arms: a quarter of an hour on two cores
 
 
 def parse() -> argparse.Namespace:
@@ -57,9 +57,9 @@ def parse() -> argparse.Namespace:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--rounds", type=int, help=f"turns of each arm ({_DEFAULT_ROUNDS})")
     how.add_argument("--until-resolved", type=_fraction, metavar="1%%", help="go on until every interval is within ± this")
-    parser.add_argument("--time-limit", type=float, default=600, help="seconds of --until-resolved (600)")
+    parser.add_argument("--time-limit", type=float, help="seconds of --until-resolved (600)")
     parser.add_argument("--steps", type=int, help="optimizer steps of one turn; as few as fill 50 ms when not given")
-    parser.add_argument("--loss-iters", type=int, default=20, help="iterations over which losses are compared (20)")
+    parser.add_argument("--loss-iters", type=int, help="iterations over which losses are compared (20)")
     parser.add_argument("--no-attribution", action="store_true", help="leave out profiles and roofline")
     parser.add_argument("--out", default="", help="folder of the report; runs/<name>/compare when not given")
     return parser.parse_args()
@@ -84,7 +84,8 @@ def make_plan(arguments: argparse.Namespace) -> ComparisonPlan:
     if config_path is None:
         raise ConfigError([Problem("CONFIG", "is missing; name the YAML of the job")])
     config = load_config(config_path, overrides).config
-    arms = file.arms if arguments.arms else _shorthand(arguments, config)
+    shorthand = _shorthand(arguments, config)
+    arms = file.arms if arguments.arms else shorthand
     extra = [Arm(name, tuple(own)) for name, *own in arguments.arm]
     if arms is None:
         arms = against_first(extra)
@@ -102,8 +103,8 @@ def make_plan(arguments: argparse.Namespace) -> ComparisonPlan:
         arms.pairs,
         _budget(arguments, options),
         arguments.out or f"{config.run.path}/compare",
-        steps_per_block=arguments.steps or options.get("steps"),
-        loss_iters=options.get("loss_iters", arguments.loss_iters),
+        steps_per_block=_given(arguments.steps, options.get("steps"), None),
+        loss_iters=_given(arguments.loss_iters, options.get("loss_iters"), 20),
         attribution=not arguments.no_attribution,
         left_out=arms.left_out,
         ablation=arms.ablation,
@@ -119,6 +120,12 @@ def _shorthand(arguments: argparse.Namespace, config: Any) -> Arms | None:
     ]
     if sum(asked) > 1 or (arguments.ablate and (arguments.one_at_a_time or arguments.leave_one_out)):
         raise ConfigError([Problem("arms", "more than one shorthand was given; choose one")])
+    if flags and not asked[2]:
+        raise ConfigError(
+            [Problem("--flags", "narrows --ablate, --one-at-a-time or --leave-one-out; none of them was given")]
+        )
+    if sum(asked) and arguments.arms:
+        raise ConfigError([Problem("--arms", "the file has the arms; a shorthand beside it has no meaning")])
     if arguments.fused_vs_unfused:
         return fused_vs_unfused(config)
     if arguments.backends:
@@ -130,13 +137,21 @@ def _shorthand(arguments: argparse.Namespace, config: Any) -> Arms | None:
     return None
 
 
+def _given(command: Any, file: Any, default: Any) -> Any:
+    """The command's value, or else the arms file's."""
+    return command if command is not None else file if file is not None else default
+
+
 def _budget(arguments: argparse.Namespace, options: dict[str, Any]) -> Budget:
     rounds, until = arguments.rounds, arguments.until_resolved
     if rounds is None and until is None:
         rounds, until = options.get("rounds"), options.get("until_resolved")
-        until = until if until is None or isinstance(until, float) else _fraction(str(until))
+        try:
+            until = until if until is None else _fraction(str(until))
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise ConfigError([Problem("until_resolved", str(error))]) from None
     if until is not None:
-        return Budget(None, until, options.get("time_limit", arguments.time_limit))
+        return Budget(None, until, _given(arguments.time_limit, options.get("time_limit"), 600.0))
     return Budget(_DEFAULT_ROUNDS if rounds is None else rounds)
 
 
@@ -144,6 +159,8 @@ def main() -> int:
     """Check everything, measure, report."""
     arguments, log = parse(), Log(rank=0)
     try:
+        if arguments.runs and (arguments.config or arguments.arm or arguments.arms):
+            raise ConfigError([Problem("--runs", "joins two finished runs and runs nothing; give no CONFIG and no arms")])
         if arguments.runs:
             first, second = arguments.runs
             return compare_runs(first, second, arguments.out, log)

@@ -117,7 +117,7 @@ def test_compiled_kernels_and_compiled_layers_against_plain_pytorch(tiny: Path) 
 def test_groups_take_turns_and_one_arm_cannot_be_built(tiny: Path) -> None:
     arms = tiny / "arms.yaml"
     arms.write_text(
-        f"config: {tiny}/tiny.yaml\noverrides: [run.device=cpu]\nrounds: 8\nsteps: 1\narms:\n"
+        f"config: {tiny}/tiny.yaml\noverrides: [run.device=cpu, parallel.timeout_seconds=5]\nrounds: 8\nsteps: 1\narms:\n"
         "  one process: []\n"
         "  two processes: [parallel.tensor_parallel_size=2, parallel.sequence_parallel=true]\n"
         "  wider: {overrides: [transformer.ffn_hidden_size=512], environment: {FUSELINE_TEST: x}}\n"
@@ -141,6 +141,8 @@ def test_mistakes_in_the_command_are_one_message(tiny: Path) -> None:
         ([config, "--arm", "a", "--arm", "b", "model.hiden=1"], "arm b: model.hiden"),
         (["--arm", "a", "--arm", "b"], "name the YAML of the job"),
         (["--runs", str(tiny), str(tiny)], "expected the folder of a finished run"),
+        ([config, "--arm", "a", "--arm", "b", "--flags", "persist_layer_norm"], "none of them was given"),
+        ([config, "--arm", "a", "--arm", "b", "--steps", "0"], "--steps: 0; expected 1 or more"),
         ([config, "--ablate", "--flags", "bias_droput_fusion"], "not a fusion flag"),
     ):
         code, output = compare(*arguments)

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from configs.load import LoadedConfig, load_config
+from configs.load import LoadedConfig, load_config, read_yaml
 from configs.run import RunConfig
 from configs.section import ConfigError, Problem
 from configs.transformer import FUSION_FLAGS
@@ -177,18 +175,11 @@ def read_arms(path: str) -> ArmsFile:
 
     An arm is compared with the first one, or with `against`.
     """
-    try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError([Problem(path, f"can't be read as a YAML file of arms: {error}")]) from None
-    known = ("config", "overrides", "arms", *ArmsFile.OPTIONS)
-    if not isinstance(data, dict) or not isinstance(data.get("arms"), dict):
-        raise ConfigError(
-            [Problem(path, f"expected a mapping with `arms: {{name: [overrides]}}`; known keys: {', '.join(known)}")]
-        )
-    problems = [
-        Problem(f"{path}: {key}", f"is not a known key; known: {', '.join(known)}") for key in data if key not in known
-    ]
+    problems: list[Problem] = []
+    data = read_yaml(Path(path), {}, problems)
+    problems += [Problem(f"{path}: {key}", why) for key, why in _file_problems(data)]
+    if problems:
+        raise ConfigError(problems)
     arms, pairs = [], []
     for name, given in data["arms"].items():
         fields: dict[str, Any] = {"overrides": given} if isinstance(given, list) else given or {}
@@ -206,14 +197,38 @@ def read_arms(path: str) -> ArmsFile:
     return ArmsFile(data.get("config"), list(data.get("overrides") or []), Arms(arms, pairs), options)
 
 
+def _file_problems(data: dict[str, Any]) -> list[tuple[str, str]]:
+    known = ("config", "overrides", "arms", *ArmsFile.OPTIONS)
+    found = [(key, f"is not a known key; known: {', '.join(known)}") for key in data if key not in known]
+    if not isinstance(data.get("arms"), dict):
+        found.append(("arms", "expected a mapping of {name: [overrides]}"))
+    if not isinstance(data.get("config"), str | None):
+        found.append(("config", f"got {data['config']!r}, expected the path of a YAML file"))
+    overrides = data.get("overrides", [])
+    if not _is_overrides(overrides):
+        found.append(("overrides", f"got {overrides!r}, expected a list of section.key=value"))
+    for key in ("rounds", "time_limit", "steps", "loss_iters"):
+        if key in data and (type(data[key]) is not int or data[key] < 1):
+            found.append((key, f"got {data[key]!r}, expected a whole number above 0"))
+    if "rounds" in data and "until_resolved" in data:
+        found.append(("until_resolved", "has no meaning beside rounds; remove one"))
+    return found
+
+
 def _arm_problems(fields: Any) -> str:
     known = {"overrides": list, "environment": dict, "processes": int, "against": str}
     if not isinstance(fields, dict):
         return f"got {fields!r}; expected a list of overrides, or a mapping with {', '.join(known)}"
     for key, value in fields.items():
+        if key == "processes" and value is not None and (type(value) is not int or value < 1):
+            return f"processes: got {value!r}, expected a whole number above 0"
         if key not in known:
             return f"{key} is not a known key; known: {', '.join(known)}"
-        if not isinstance(value, known[key]) or (key == "overrides" and not all(isinstance(v, str) for v in value)):
+        if not isinstance(value, known[key]) or (key == "overrides" and not _is_overrides(value)):
             expected = "a list of section.key=value" if key == "overrides" else f"a {known[key].__name__}"
             return f"{key}: got {value!r}, expected {expected}"
     return ""
+
+
+def _is_overrides(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)

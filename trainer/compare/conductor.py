@@ -13,8 +13,8 @@ from typing import Any
 
 from configs.load import LoadedConfig
 from trainer.compare.group import GroupDied, WorkerGroup
-from trainer.compare.parity import NOISE_RUNS
-from trainer.compare.plan import ComparisonPlan, groups, other_losses, processes, refusals
+from trainer.compare.parity import NOISE_RUNS, judge
+from trainer.compare.plan import ComparisonPlan, fusions_asked, groups, other_losses, processes, refusals
 from trainer.compare.statistics import CONFIDENCE
 from trainer.compare.turns import ContestantFailed, Pair, Turns, take_turns
 from trainer.log import Log
@@ -42,6 +42,7 @@ class Conductor:
         self.plan, self.loaded, self.log = plan, loaded, log
         self.dead = refusals(plan, loaded)
         self.notes: list[str] = []
+        self.unsafe: set[str] = set()  # arms whose speed isn't shown without saying so
         self.arms: dict[str, dict[str, Any]] = {
             arm.name: {
                 "name": arm.name,
@@ -76,6 +77,11 @@ class Conductor:
             self.log.line(f"{name}: can't run here: {why}")
         try:
             noise = self._losses()
+            for name in self.alive:
+                found = judge(self.arms, noise, name, self.reference[name])
+                if found["safe"] is False:
+                    self.unsafe.add(name)
+                    self.log.line(f"{name}: {found['sentence']}")
             self._memory()
             steps = self._warm_up()
             pairs = [pair for pair in self.plan.pairs if {pair.arm, pair.against} <= set(self.alive)]
@@ -139,15 +145,18 @@ class Conductor:
                 continue
             self.arms[name]["memory"] = found
             if self.arms[name]["machine"]["gpu"]:
-                self.arms[name]["largest_micro_batch"] = largest_that_fits(
-                    lambda size, arm=name: self._fits(arm, size), self.arms[name]["config"]["training"]["micro_batch_size"]
-                )
+                start = self.arms[name]["config"]["training"]["micro_batch_size"]
+                try:
+                    largest = largest_that_fits(lambda size, arm=name: self._fits(arm, size), start)
+                    self.arms[name]["largest_micro_batch"] = largest
+                except GroupDied as error:
+                    self.notes.append(f"the largest micro-batch of {name} is not known: {error}")
 
     def _fits(self, arm: str, micro_batch: int) -> bool:
         try:
             return self._ask(arm, "try_batch", arm=arm, micro_batch=micro_batch)["fits"]
         except GroupDied as error:
-            if "OutOfMemory" in str(error):
+            if "OutOfMemory" in str(error) or "ALLOC_FAILED" in str(error):
                 return False
             raise
 
@@ -191,7 +200,7 @@ class Conductor:
             found = [(pair, e) for pair in turns.pairs if (e := turns.estimate(pair)) is not None]
             widest = max(found, key=lambda item: item[1].half_width, default=None)
             of = f"/{self.plan.budget.rounds}" if self.plan.budget.rounds else ""
-            self.log.line(f"round {done}{of}, {now - begin:.0f} s  {_so_far(found, widest)}")
+            self.log.line(f"round {done}{of}, {now - begin:.0f} s  {_so_far(found, widest, self.unsafe)}")
 
         return show
 
@@ -206,13 +215,14 @@ class Conductor:
             self.notes.append(
                 f"attribution and roofline are those of {' and '.join(names)}: there are too many arms for all"
             )
-        for _ in range(_PROFILE_TURNS):
+        try:
+            for _ in range(_PROFILE_TURNS):
+                for name in names:
+                    self.arms[name].setdefault("profiles", []).append(self._ask(name, "profile", arm=name))
             for name in names:
-                if name not in self.dead and (found := self._try(name, "profile")) is not None:
-                    self.arms[name].setdefault("profiles", []).append(found)
-        for name in names:
-            if name not in self.dead and (found := self._try(name, "roofline")) is not None:
-                self.arms[name]["roofline"] = found["rows"]
+                self.arms[name]["roofline"] = self._ask(name, "roofline", arm=name)["rows"]
+        except GroupDied as error:  # the verdict stands: what was measured before is not less true for it
+            self.notes.append(f"attribution and roofline are not complete: {error}")
 
 
 def largest_that_fits(fits: Callable[[int], bool], start: int, most: int = 1 << 20) -> int:
@@ -227,15 +237,17 @@ def largest_that_fits(fits: Callable[[int], bool], start: int, most: int = 1 << 
 
 
 def _references(arms: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """For each arm the first arm that trains in the same way, so that their losses can be compared."""
-    found: dict[str, str] = {}
+    """For each arm the one that its losses are compared with: of those that train alike, the one with the fewest fusions."""
+    alike: list[list[str]] = []
     for name, arm in arms.items():
-        same = (other for other in found.values() if not other_losses(arms[other]["config"], arm["config"]))
-        found[name] = next(same, name)
-    return found
+        home = next((group for group in alike if not other_losses(arms[group[0]]["config"], arm["config"])), None)
+        if home is None:
+            alike.append(home := [])
+        home.append(name)
+    return {name: min(group, key=lambda other: fusions_asked(arms[other]["config"])) for group in alike for name in group}
 
 
-def _so_far(found: list[tuple[Pair, Any]], widest: tuple[Pair, Any] | None) -> str:
+def _so_far(found: list[tuple[Pair, Any]], widest: tuple[Pair, Any] | None, unsafe: set[str]) -> str:
     if len(found) > 3 and widest is not None:
         pair, estimate = widest
         if math.isinf(estimate.half_width):
@@ -245,5 +257,6 @@ def _so_far(found: list[tuple[Pair, Any]], widest: tuple[Pair, Any] | None) -> s
     for pair, estimate in found:
         low, high = estimate.interval
         interval = f" [{low:.3f}, {high:.3f}]" if math.isfinite(high) else ""
-        parts.append(f"{pair.arm} / {pair.against} {estimate.ratio:.3f}{interval}")
+        mark = " (NOT LOSS-SAFE)" if {pair.arm, pair.against} & unsafe else ""
+        parts.append(f"{pair.arm} / {pair.against} {estimate.ratio:.3f}{interval}{mark}")
     return "  ".join(parts)

@@ -44,8 +44,8 @@ class WorkerGroup:
         """Start the processes and wait until they listen. Raises GroupDied."""
         self._folder = tempfile.TemporaryDirectory(prefix="fuseline-")
         address = os.path.join(self._folder.name, "socket")
-        # torch's own warnings about profiling say nothing to a reader of a comparison.
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99"}
+        # torch's warnings about profiling tell a comparison's reader nothing; NCCL's monitor would end stopped processes.
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99", "TORCH_NCCL_ENABLE_MONITORING": "0"}
         environment = os.environ | quiet | self.environment
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.count)]
         if self.count == 1:

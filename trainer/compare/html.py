@@ -9,7 +9,7 @@ from typing import Any
 from trainer.compare.charts import Scale, difference_strip, interval_strip, line_chart, share_strip
 from trainer.compare.page import page
 from trainer.compare.report import compile_seconds
-from trainer.compare.words import arms_table, gpu_words, interval, memory_words
+from trainer.compare.words import arms_table, gpu_words, interval, loss_mark, memory_words
 
 _MOST_PARTS = 14  # rows of an attribution chart
 
@@ -33,8 +33,8 @@ def html_report(report: dict[str, Any]) -> str:
         f"{how['rounds']} rounds",
         f"{how['familywise_confidence']:.0%} intervals",
         machine.get("device"),
-        f"{machine.get('world_size')} process(es) of {machine.get('threads_per_process')} thread(s)",
-        f"torch {machine.get('torch')}",
+        *([f"{machine['world_size']} process(es) of {machine['threads_per_process']} thread(s)"] if machine else []),
+        *([f"torch {machine['torch']}"] if machine else []),
     ]
     return page(report["headline"], [str(fact) for fact in facts if fact], [s for s in sections if s[2]])
 
@@ -84,7 +84,7 @@ def _ablation(ablation: dict[str, Any] | None, left_out: dict[str, str]) -> str:
     if ablation is None:
         return out
     effects = [e for row in ablation["flags"] for e in (row["alone"], row["last"]) if e]
-    effects += [ablation["product_of_singles"], ablation["joint"]]
+    effects += [e for e in (ablation["product_of_singles"], ablation["joint"]) if e]
     scale = Scale([v for e in effects for v in (e["ratio"], *e["interval"]) if v], include=1)
 
     def row(name: str, how: str, effect: dict[str, Any] | None) -> str:
@@ -100,11 +100,10 @@ def _ablation(ablation: dict[str, Any] | None, left_out: dict[str, str]) -> str:
 
     rows = []
     for flag in ablation["flags"]:
-        rows += [
-            row(flag["flag"], "added to none", flag["alone"]),
-            row(flag["flag"], "added to all the others", flag["last"]),
-        ]
-    rows.append(row("all single effects", "multiplied", ablation["product_of_singles"]))
+        name = flag["flag"] + loss_mark(flag["loss_safe"])
+        rows += [row(name, "added to none", flag["alone"]), row(name, "added to all the others", flag["last"])]
+    if ablation["product_of_singles"]:
+        rows.append(row("all single effects", "multiplied", ablation["product_of_singles"]))
     rows.append(row("all flags", "together", ablation["joint"]))
     rows.append(f'<tr><th></th><td class="wide">{scale.axis()}</td><td></td></tr>')
     sentence = ablation["sentence"][0].upper() + ablation["sentence"][1:]

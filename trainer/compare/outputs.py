@@ -20,12 +20,13 @@ def write_outputs(report: dict[str, Any], out: str, config: RunConfig, log: Log)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False))
     (folder / "report.html").write_text(html_report(report), encoding="utf-8")
-    draw(report, folder / "report.png")
     for table in tables(report):
         log.table(*table)
     for line in verdict_lines(report):
         log.line(line)
-    log.line(f"report: {folder / 'report.html'}, {folder / 'report.json'}, {folder / 'report.png'}")
+    draw(report, folder / "report.png")
+    written = [folder / name for name in ("report.html", "report.json", "report.png") if (folder / name).is_file()]
+    log.line(f"report: {', '.join(map(str, written))}")
     _to_wandb(report, config, folder, log)
 
 

@@ -9,7 +9,8 @@ _COLOURS = {"faster": "#1a7f5a", "slower": "#b3402e", "no_difference": "#5b6573"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the picture; without any comparison there is none."""
+    """Write the picture; without any comparison there is none, nor an older one."""
+    path.unlink(missing_ok=True)
     comparisons = report["comparisons"]
     if not comparisons:
         return
@@ -30,7 +31,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes.annotate(f"{ratio:.3f}  {words}{mark}", (ratio, row), xytext=(0, 9), textcoords="offset points", ha="center",
                       fontsize=9, color=colour)  # fmt: skip
     axes.axvline(1, color="#888888", linestyle="--", linewidth=1)
-    labels = [f"{c['arm']}\nagainst {c['against']}" for c in comparisons]
+    labels = [_plain(f"{c['arm']}\nagainst {c['against']}") for c in comparisons]
     axes.set_yticks(range(len(comparisons)), labels, fontsize=9)
     axes.set_ylim(len(comparisons) - 0.5, -0.7)
     axes.margins(x=0.12)
@@ -39,7 +40,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         f"speed ratio, above 1 is faster; {confidence:.0%} interval over {report['how_measured']['rounds']} rounds"
     )
     axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(_wrapped(report["headline"]), fontsize=10, x=0.01, ha="left")
+    figure.suptitle(_plain(_wrapped(report["headline"])), fontsize=10, x=0.01, ha="left")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -48,3 +49,8 @@ def _wrapped(text: str, width: int = 110) -> str:
     import textwrap
 
     return "\n".join(textwrap.wrap(text, width))
+
+
+def _plain(text: str) -> str:
+    """A dollar sign is no formula."""
+    return text.replace("$", r"\$")

@@ -11,6 +11,7 @@ from typing import Any
 from configs.load import LoadedConfig
 from configs.run import RunConfig
 from configs.section import ConfigError, Problem
+from configs.transformer import FUSION_FLAGS
 from fusions.machine import probe
 from fusions.registry import FusionError
 from models.fusion_sites import fusion_plan
@@ -155,6 +156,12 @@ def other_losses(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     """The keys by which two configurations train differently, so that their losses say nothing about a kernel."""
     different = differences(a, b)
     return [key for key in different if key not in SAME_LOSSES and key.partition(".")[0] not in _SAME_LOSSES_SECTIONS]
+
+
+def fusions_asked(config: dict[str, Any]) -> int:
+    """How many fusions a dumped configuration asks for, compiled layers and the optimizer's counted."""
+    flags = sum(config["transformer"][flag] is not False for flag in FUSION_FLAGS)
+    return flags + config["training"]["compile_layers"] + (config["optimizer"]["fusion"] is not False)
 
 
 def _leaves(tree: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:

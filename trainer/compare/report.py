@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from trainer.compare.arms import FUSION_KEYS
 from trainer.compare.attribution import attribution
 from trainer.compare.conductor import Measured
-from trainer.compare.parity import loss_safety
-from trainer.compare.plan import SAME_LOSSES, ComparisonPlan, differences, other_losses
+from trainer.compare.parity import judge
+from trainer.compare.plan import ComparisonPlan, differences, other_losses
 from trainer.compare.statistics import CONFIDENCE, EQUIVALENCE, Estimate, corrected, estimate
 from trainer.compare.turns import Pair
 
@@ -23,7 +24,7 @@ LEAK_BYTES = 16 << 10  # of every step: Python's own objects come and go by less
 def make_report(plan: ComparisonPlan, measured: Measured, command: list[str]) -> dict[str, Any]:
     """Everything that report.json holds."""
     _join_blocks(measured)
-    safety = {name: _safety(measured, name) for name in measured.arms}
+    safety = {name: judge(measured.arms, measured.noise, name, measured.reference[name]) for name in measured.arms}
     alive = [name for name in measured.arms if name not in measured.dead]
     pairs = [pair for pair in plan.pairs if pair.arm in alive and pair.against in alive]
     comparisons = [_comparison(measured, pair, safety) for pair in pairs]
@@ -37,7 +38,7 @@ def make_report(plan: ComparisonPlan, measured: Measured, command: list[str]) ->
         "dead": measured.dead,
         "left_out": plan.left_out,
         "notes": measured.notes,
-        "ablation": _ablation(plan, measured),
+        "ablation": _ablation(plan, measured, safety),
         "attribution": [found for pair in pairs if (found := attribution(measured.arms, pair))],
         "environment": machine,
         "how_measured": {
@@ -79,11 +80,13 @@ def _comparison(measured: Measured, pair: Pair, safety: dict[str, dict[str, Any]
     found = measured.turns.estimate(pair)
     assert found is not None, "two arms that are alive have taken part in every round"
     different = differences(base["config"], arm["config"])
-    nothing = _asked(arm) != _asked(base) and set(different) <= set(SAME_LOSSES) and _ran(arm) == _ran(base)
+    nothing = bool(different) and set(different) <= set(FUSION_KEYS) and _ran(arm) == _ran(base)
     identical = not [key for key in different if not key.startswith("run.")] and _started(arm) == _started(base)
+    verdict = "no_difference" if nothing else found.verdict()
     memory = _memory(base, arm)
     comparable = measured.reference[pair.arm] == measured.reference[pair.against]
-    safe = _both([safety[pair.arm], safety[pair.against]]) if comparable else None
+    safe = _both([safety[pair.arm], safety[pair.against]])
+    safe = safe if comparable or safe is False else None
     result = {
         "arm": pair.arm,
         "against": pair.against,
@@ -91,13 +94,13 @@ def _comparison(measured: Measured, pair: Pair, safety: dict[str, dict[str, Any]
         "interval": list(found.interval),
         "confidence": found.confidence,
         "rounds": found.rounds,
-        "verdict": "no_difference" if nothing else found.verdict(),
+        "verdict": verdict,
         "smallest_visible": found.half_width,
         "toggle_did_nothing": nothing,
         "identical_arms": identical,
         "loss_safe": safe,
         "memory": memory,
-        "break_even_iterations": _break_even(pair, base, arm) if found.verdict() == "faster" else None,
+        "break_even_iterations": _break_even(pair, base, arm) if verdict == "faster" else None,
     }
     result["sentence"] = _sentence(result, found, measured, safety)
     return result
@@ -117,25 +120,13 @@ def _sentence(result: dict[str, Any], found: Estimate, measured: Measured, safet
             parts.append(f"{name} is {safety[name]['sentence']}" if name != arm else safety[name]["sentence"])
     if result["loss_safe"] is None:
         keys = other_losses(measured.arms[against]["config"], measured.arms[arm]["config"])
-        parts.append(f"losses can't be compared ({', '.join(keys) or 'they were not measured'} differ)")
+        parts.append(f"losses can't be compared ({', '.join(keys)} differ)" if keys else "losses were not compared")
     return "; ".join(parts)
 
 
 def _both(safeties: list[dict[str, Any]]) -> bool | None:
     values = [safety["safe"] for safety in safeties]
     return False if False in values else None if None in values else True
-
-
-def _safety(measured: Measured, name: str) -> dict[str, Any]:
-    """An arm's losses against its reference arm's; `safe` is None where they weren't measured."""
-    reference = measured.reference[name]
-    if name == reference:
-        return {"against": None, "safe": True}
-    noise = measured.noise.get(reference)
-    if not noise or "losses" not in measured.arms[name]:
-        return {"against": reference, "safe": None}
-    found = loss_safety(measured.arms[reference], measured.arms[name], noise)
-    return {"against": reference, **found.as_dict(), "sentence": "" if found.safe else found.sentence()}
 
 
 def _memory(base: dict[str, Any], arm: dict[str, Any]) -> dict[str, Any] | None:
@@ -167,13 +158,9 @@ def _break_even(pair: Pair, base: dict[str, Any], arm: dict[str, Any]) -> int | 
     return round(extra / (saved * arm["tokens_per_step"])) if saved > 0 and extra > 0 else None
 
 
-def _asked(arm: dict[str, Any]) -> list[Any]:
-    return [(d["flag"], d["site"], d["asked"]) for d in arm["plan"]["decisions"]]
-
-
 def _ran(arm: dict[str, Any]) -> tuple[Any, ...]:
     ran = [(d["flag"], d["site"], d["operation"], d["runs"]) for d in arm["plan"]["decisions"]]
-    return ran, arm["counters"], arm["config"]["training"]["compile_layers"], _started(arm)
+    return ran, arm["options"], arm["counters"], _started(arm)
 
 
 def _started(arm: dict[str, Any]) -> tuple[Any, ...]:
@@ -191,7 +178,7 @@ def _faults(measured: Measured) -> list[str]:
     return faults
 
 
-def _ablation(plan: ComparisonPlan, measured: Measured) -> dict[str, Any] | None:
+def _ablation(plan: ComparisonPlan, measured: Measured, safety: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
     """The effect of each flag, alone and last; and whether the single effects add up to the joint one."""
     parts = plan.ablation
     if parts is None or {parts.none, parts.all} & set(measured.dead):
@@ -213,21 +200,28 @@ def _ablation(plan: ComparisonPlan, measured: Measured) -> dict[str, Any] | None
             "flag": flag,
             "alone": effect(logs(arm, parts.none)),
             "last": effect(logs(parts.without[flag], parts.all), -1) if flag in parts.without else None,
+            "loss_safe": safety[arm]["safe"],
         }
         for flag, arm in parts.single.items()
     ]
-    singles = [found for arm in parts.single.values() if (found := logs(arm, parts.none))]
+    singles = [logs(arm, parts.none) for arm in parts.single.values()]
     whole = logs(parts.all, parts.none)
-    rounds = sorted(set(whole).intersection(*singles))
-    added = np.array([sum(single[number] for single in singles) for number in rounds])
-    joint = np.array([whole[number] for number in rounds])
     found = {
         "flags": rows,
-        "product_of_singles": asdict(estimate(added)),
-        "joint": asdict(estimate(joint)),
-        "joint_over_product": asdict(estimate(joint - added)),
+        "loss_safe": _both([safety[name] for name in (parts.all, *parts.single.values())]),
+        "joint": effect(whole),
+        "product_of_singles": None,
+        "joint_over_product": None,
     }
-    return found | {"sentence": _sum_sentence(estimate(added), estimate(joint), estimate(joint - added))}
+    rounds = sorted(set(whole).intersection(*singles))
+    if not rounds:
+        return found | {"sentence": "an arm of a single flag died, so whether the effects add up is not known"}
+    added = np.array([sum(single[number] for single in singles) for number in rounds])
+    joint = np.array([whole[number] for number in rounds])
+    estimates = [estimate(values, confidence) for values in (added, joint, joint - added)]
+    found |= {"product_of_singles": asdict(estimates[0]), "joint_over_product": asdict(estimates[2])}
+    mark = "; NOT LOSS-SAFE, for at least one of these arms" if found["loss_safe"] is False else ""
+    return found | {"sentence": _sum_sentence(*estimates) + mark}
 
 
 def _sum_sentence(added: Estimate, joint: Estimate, difference: Estimate) -> str:

@@ -25,13 +25,14 @@ def arms_table(report: dict[str, Any]) -> Table:
     rows = []
     gpu = any("largest_micro_batch" in arm for arm in report["arms"])
     for arm in report["arms"]:
-        if not arm.get("blocks"):
-            rows.append((arm["name"], "died", "", "", "", "", *([""] if gpu else [])))
+        if not arm.get("blocks") or arm["name"] in report["dead"]:
+            word = "died" if arm["name"] in report["dead"] else "not measured"
+            rows.append((arm["name"], word, "", "", "", "", *([""] if gpu else [])))
             continue
         seconds, memory = median_step(arm), arm.get("memory")
         rows.append(
             (
-                arm["name"],
+                arm["name"] + loss_mark(arm["loss_safety"]["safe"]),
                 f"{seconds * 1e3:.1f}",
                 f"{arm['tokens_per_step'] / seconds:,.0f}",
                 mebibytes(max(memory["peak_bytes"])) if memory else "",
@@ -97,13 +98,18 @@ def mebibytes(count: float) -> str:
     return f"{count / 2**20:,.1f}"
 
 
+def loss_mark(safe: bool | None) -> str:
+    """What no speed of an arm with other losses is told without."""
+    return " (NOT LOSS-SAFE)" if safe is False else ""
+
+
 def ablation_table(ablation: dict[str, Any]) -> Table:
     """The effect of each flag by itself, and beside all the others."""
 
     def cell(effect: dict[str, Any] | None) -> str:
         return "" if effect is None else f"{effect['ratio']:.3f} {interval(effect['interval'])}"
 
-    rows = [(row["flag"], cell(row["alone"]), cell(row["last"])) for row in ablation["flags"]]
+    rows = [(row["flag"] + loss_mark(row["loss_safe"]), cell(row["alone"]), cell(row["last"])) for row in ablation["flags"]]
     return "Ablation: speed ratio of adding a flag", ("flag", "to none", "to all the others"), rows
 
 

@@ -21,6 +21,7 @@ import traceback
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fusions.registry import REFERENCE
 from models.init import initialise
 from trainer.auto import broadcast
 from trainer.compare.memory import memory_of_steps
@@ -105,6 +107,16 @@ class Worker:
         self.datasets: dict[str, GPTDataset] = {}
         self.device, self.tp = start(plan.load(plan.arm(arm)), self.log)
 
+        # Its wait for the next request has no end: while others have their turn, it may take longer than any collective.
+        self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(days=30)) if dist.is_initialized() else None
+
+    def hear(self, line: str) -> str:
+        """Rank 0's request on every rank."""
+        holder = [line]
+        if self.control is not None:
+            dist.broadcast_object_list(holder, src=0, group=self.control)
+        return holder[0]
+
     def arm(self, name: str) -> ArmRun:
         """The arm, built when it is first needed."""
         if name not in self.arms:
@@ -164,6 +176,7 @@ class Worker:
             "compiled": {key: cache[f"fxgraph_cache_{key}"] for key in ("hit", "miss")},
             "tokens_per_step": run.tokens,
             "plan": job.plan.as_dict(),
+            "options": [dict(d.facts.options) for d in job.plan.decisions if d.runs != REFERENCE and d.facts is not None],
             "counters": job.counters.as_dict(),
             "never_called": [f"{d.flag} @ {d.site}" for d in job.counters.never_called(job.plan)],
             "gemm_gflops_per_process": job.gemm_rate / 1e9,
@@ -193,6 +206,7 @@ class Worker:
         chosen, size = self.plan.arm(arm), micro_batch
         batch = [f"training.micro_batch_size={size}", f"training.global_batch_size={size}"]
         job = build_job(chosen.load(self.plan.config_path, [*self.plan.overrides], batch), self.device, self.tp, self.log)
+        self._share(job)
         run = ArmRun(job, self._dataset(job))
         try:
             run.timed(2)
@@ -200,6 +214,9 @@ class Worker:
             if self.tp.size > 1:
                 raise
             return {"fits": False}
+        finally:
+            del run, job
+            torch.cuda.empty_cache()
         return {"fits": True}
 
     def profile(self, arm: str) -> dict[str, Any]:
@@ -251,7 +268,7 @@ def main(plan_path: str, arm: str, folder: str) -> None:
         if stream is not None:
             stream.write(json.dumps(answer) + "\n")
             stream.flush()
-        line = broadcast(stream.readline() if stream is not None else "")
+        line = worker.hear(stream.readline() if stream is not None else "")
         if not line:
             return
         request = json.loads(line)

@@ -42,6 +42,7 @@ def arm(tiny: Path, name: str, asked: dict[str, bool], seconds: float, *, runs: 
         "step_seconds": [first, *[seconds] * 19],
         "tokens_per_step": 128,
         "plan": {"strict": False, "decisions": decisions},
+        "options": [],
         "counters": calls,
         "never_called": [],
         "machine": {"device": "a <made-up> machine", "world_size": 1, "threads_per_process": 2, "torch": "2.13", "gpu": False},

@@ -130,8 +130,13 @@ def test_arms_in_a_file(tiny: Path) -> None:
         ("arms: {a: [], b: 3}", "expected a list of overrides"),
         ("arms: {a: [], b: [1]}", "expected a list of section.key=value"),
         ("arms: {a: []}\nround: 3", "round: is not a known key"),
-        ("arm: {a: []}", "expected a mapping with `arms"),
-        ("arms: [", "can't be read"),
+        ("arm: {a: []}", "expected a mapping of"),
+        ("arms: [", "is not valid YAML"),
+        ("arms: {a: [], b: [], a: []}", "is there twice"),
+        ("arms: {a: [], b: []}\nrounds: many", "expected a whole number"),
+        ("arms: {a: [], b: []}\noverrides: 5", "expected a list of section.key=value"),
+        ("arms: {a: [], b: []}\nrounds: 20\nuntil_resolved: 1%", "remove one"),
+        ("arms: {a: [], b: {processes: 0}}", "processes: got 0"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):

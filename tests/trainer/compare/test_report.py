@@ -15,6 +15,7 @@ import pytest
 
 from configs.load import load_config
 from tests.trainer.compare.made_up import comparison
+from trainer.compare.conductor import _references
 from trainer.compare.html import html_report
 from trainer.compare.outputs import write_outputs
 from trainer.compare.parity import drift
@@ -62,6 +63,62 @@ def test_a_fast_arm_with_other_losses_is_marked_wherever_it_is_named(tiny: Path)
     assert find(made, "bias_dropout_fusion")["loss_safe"] is True
 
 
+def test_an_arm_whose_losses_are_no_numbers_is_not_safe_even_beside_its_like(tiny: Path) -> None:
+    plan, measured = comparison(tiny)
+    for name in ("none", "all"):
+        measured.arms[name]["losses"] = [math.nan] * 20
+    measured.noise["none"][0]["losses"] = [math.nan] * 20
+    found = find(make_report(plan, measured, []), "all")
+    assert found["loss_safe"] is False and "not finite" in found["sentence"]
+    plan, measured = comparison(tiny, all={"drift": 1e-3})
+    measured.noise["none"].append({"losses": [math.nan] * 20, "grad_norms": [1.0] * 20})
+    assert find(make_report(plan, measured, []), "all")["loss_safe"] is False  # a run that failed is no floor
+
+
+def test_the_mark_stays_where_the_other_arm_trains_differently(tiny: Path) -> None:
+    plan, measured = comparison(tiny, all={"drift": 1e-3})
+    measured.reference["none"] = "elsewhere"
+    found = find(make_report(plan, measured, []), "all")
+    assert found["loss_safe"] is False and "NOT LOSS-SAFE" in found["sentence"]
+
+
+def test_an_unsafe_arm_is_marked_in_every_table(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, measured = comparison(tiny, bias_dropout_fusion={"drift": 1e-3})
+    log = Log(rank=0)
+    write_outputs(make_report(plan, measured, []), plan.out, load_config(tiny / "tiny.yaml", []).config, log)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  bias_dropout_fusion")]
+    assert len(lines) == 3 and all("NOT LOSS-SAFE" in line or " NO" in line for line in lines)
+
+
+def test_a_companion_of_a_flag_that_is_off_did_nothing(tiny: Path) -> None:
+    plan, measured = comparison(tiny)
+    config = load_config(tiny / "tiny.yaml", ["run.device=cpu", *measured.arms["none"]["overrides"],
+                                              "transformer.memory_efficient_layer_norm=true"]).config  # fmt: skip
+    measured.arms["all"] |= {key: measured.arms["none"][key] for key in ("plan", "counters")} | {
+        "config": config.model_dump()
+    }
+    found = find(make_report(plan, measured, []), "all")
+    assert found["toggle_did_nothing"] and found["break_even_iterations"] is None
+
+
+def test_a_dollar_in_a_name_is_no_formula(tiny: Path) -> None:
+    made = report(tiny)
+    for c in made["comparisons"]:
+        c["arm"] = "a$b^{$ <b>"
+    made["headline"] = "a$b^{$ is faster"
+    write_outputs(made, str(tiny / "out"), load_config(tiny / "tiny.yaml", []).config, Log(rank=1))
+    assert (tiny / "out/report.png").stat().st_size > 5000
+    made["comparisons"] = []
+    write_outputs(made, str(tiny / "out"), load_config(tiny / "tiny.yaml", []).config, Log(rank=1))
+    assert not (tiny / "out/report.png").exists()
+
+
+def test_losses_are_compared_with_the_arm_of_the_fewest_fusions(tiny: Path) -> None:
+    arms = {name: {"config": load_config(tiny / "tiny.yaml", overrides).config.model_dump()} for name, overrides in (
+        ("fused", ["transformer.bias_dropout_fusion=true"]), ("unfused", []), ("other seed", ["training.seed=3"]))}  # fmt: skip
+    assert _references(arms) == {"fused": "unfused", "unfused": "unfused", "other seed": "other seed"}
+
+
 def test_losses_within_twice_the_noise_are_rounding_and_not_finite_ones_are_not() -> None:
     assert drift([2.0, 4.0], [2.0, 4.4]) == pytest.approx(0.1)
     assert drift([2.0, math.nan], [2.0, math.nan]) == 0 and math.isinf(drift([2.0, 4.0], [2.0, math.inf]))
@@ -74,7 +131,8 @@ def test_an_arm_that_leaks_and_one_that_died_are_faults(tiny: Path) -> None:
     assert any("all leaks memory: each step leaves 1,048,576 bytes" in fault for fault in made["faults"])
     assert any("disk on fire" in fault for fault in made["faults"])
     assert [c["arm"] for c in made["comparisons"]] == ["all", "bias_activation_fusion"]
-    assert made["ablation"]["flags"][0]["alone"] is None
+    assert made["ablation"]["flags"][0]["alone"] is None and made["ablation"]["product_of_singles"] is None
+    assert "is not known" in made["ablation"]["sentence"] and html_report(made)
 
 
 def test_arms_that_train_differently_have_no_loss_verdict(tiny: Path) -> None:
