@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 from pydantic import Field
 
+from configs.families import family_problems
+from configs.model import ModelConfig, rotary_dim
 from configs.section import (
-    Float,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -34,46 +34,6 @@ class RunSection(Section):
         return self.directory or f"runs/{self.name}"
 
 
-class RopeScaling(Section):
-    """How rotary frequencies are stretched to contexts longer than those of the original training."""
-
-    type: Literal["linear", "llama3", "yarn"] = Field(description="Rule; as in Hugging Face's rope_type.")
-    factor: PositiveFloat = Field(description="New context length / original one.")
-    original_max_position_embeddings: PositiveInt | None = Field(
-        None, description="Context length of the original training; needed by llama3 and yarn."
-    )
-    low_freq_factor: PositiveFloat = Field(1.0, description="llama3: wavelengths above original / this are stretched.")
-    high_freq_factor: PositiveFloat = Field(4.0, description="llama3: wavelengths below original / this stay.")
-    beta_fast: PositiveFloat = Field(32.0, description="yarn: dimensions that turn more often than this stay.")
-    beta_slow: PositiveFloat = Field(1.0, description="yarn: dimensions that turn less often than this are stretched.")
-    attention_factor: PositiveFloat | None = Field(
-        None, description="yarn: factor on cos and sin; 0.1 ln(factor) + 1 when null."
-    )
-
-
-class ModelConfig(Section):
-    """What is around the transformer stack: vocabulary, positions, output."""
-
-    family: Literal["gpt"] = Field("gpt", description="Model family.")
-    vocab_size: PositiveInt = Field(description="Tokens of the tokenizer; ids are below it.")
-    max_position_embeddings: PositiveInt = Field(description="Longest sequence the model has positions for (tokens).")
-    position_embedding_type: Literal["learned_absolute", "rope"] = Field("learned_absolute", description="Positions.")
-    rotary_base: PositiveFloat = Field(10000.0, description="Base of the rotary frequencies.")
-    rotary_percent: Float = Field(1.0, gt=0, le=1, description="Fraction of each head that is rotated.")
-    rotary_interleaved: bool = Field(False, description="Pair (0,1),(2,3)… (true) or (0,d/2),(1,d/2+1)… (false).")
-    rope_scaling: RopeScaling | None = Field(None, description="Stretching of the rotary frequencies; null: none.")
-    share_embeddings_and_output_weights: bool = Field(True, description="The output layer uses the embedding's weight.")
-    make_vocab_size_divisible_by: PositiveInt = Field(
-        128, description="The vocabulary is padded to a multiple of this; padding never takes part in the loss."
-    )
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """vocab_size rounded up; independent of the parallel sizes, so checkpoints move between them."""
-        multiple = self.make_vocab_size_divisible_by
-        return math.ceil(self.vocab_size / multiple) * multiple
-
-
 class ParallelConfig(Section):
     """How the job is spread over processes."""
 
@@ -94,8 +54,20 @@ class DataConfig(Section):
 
     train: list[str | DataSource] = Field(description="Training data: prefixes, or {prefix, weight}.", min_length=1)
     valid: list[str | DataSource] = Field(default_factory=list, description="Validation data, the same way.")
-    tokenizer: str | None = Field(None, description="tokenizer.json of HF tokenizers (for generate.py and the EOD id).")
-    seq_length: PositiveInt = Field(description="Tokens of one sample, s.")
+    tokenizer: str | None = Field(
+        None, description="tokenizer.json of HF tokenizers, or a SentencePiece .model; gpt needs it for generate.py only."
+    )
+    seq_length: PositiveInt = Field(description="Tokens of one sample, s; t5: of the encoder.")
+    decoder_seq_length: PositiveInt | None = Field(None, description="t5: tokens of one sample in the decoder.")
+    masked_fraction: Probability = Field(0.15, gt=0, description="bert, t5: share of the tokens that are to be predicted.")
+    whole_word_masking: bool = Field(False, description="bert: all pieces of a word are masked together.")
+    max_ngram: PositiveInt = Field(
+        1, description="bert: longest run of words (or tokens) masked together; n has weight 1/n."
+    )
+    short_sequence_fraction: Probability = Field(
+        0.1, description="bert: share of the samples that aim at a random shorter length."
+    )
+    mean_span_length: PositiveFloat = Field(3.0, ge=1, description="t5: tokens that one sentinel stands for, on average.")
     eod_token: NonNegativeInt | None = Field(None, description="End-of-document id; needed by the three keys below.")
     reset_position_ids: bool = Field(False, description="Positions start again after an end of document.")
     reset_attention_mask: bool = Field(False, description="No attention across an end of document.")
@@ -199,6 +171,7 @@ class RunConfig(Section):
             *self.transformer.problems(t),
             *self._parallel_problems(t, world_size),
             *self._position_problems(),
+            *family_problems(self),
             *self._batch_problems(),
             *self._data_problems(),
             *self._schedule_problems(),
@@ -320,11 +293,6 @@ class RunConfig(Section):
                 )
             )
         return found
-
-
-def rotary_dim(model: ModelConfig, transformer: TransformerConfig) -> int:
-    """Dimensions of a head that are rotated."""
-    return int(transformer.head_size * model.rotary_percent)
 
 
 def json_schema() -> dict[str, Any]:

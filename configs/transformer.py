@@ -62,10 +62,15 @@ class TransformerConfig(Section):
         False, description="A fused gated activation saves its input for the backward in fp8 (e4m3): 1 byte per element."
     )
     add_bias_linear: bool = Field(True, description="Biases in the linear layers.")
+    add_qkv_bias: bool = Field(
+        False, description="A bias in the product for q, k and v, where add_bias_linear is false (Qwen2)."
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = Field("LayerNorm", description="Kind of every norm.")
     layernorm_epsilon: PositiveFloat = Field(1e-5, description="Added to the variance (or mean square) of a norm.")
     layernorm_zero_centered_gamma: bool = Field(False, description="Store gamma - 1, so that weight decay pulls to 1.")
-    layernorm_position: Literal["pre"] = Field("pre", description="Norms stand before their sub-block.")
+    layernorm_position: Literal["pre", "post"] = Field(
+        "pre", description="pre: norms stand before their sub-block; post: after its residual add, as in BERT."
+    )
     init_method_std: PositiveFloat = Field(
         0.02, description="Standard deviation of the initial weights; output projections use std / sqrt(2 num_layers)."
     )
@@ -73,6 +78,7 @@ class TransformerConfig(Section):
     attention_backend: Literal["unfused", "sdpa"] = Field(
         "unfused", description="unfused: scores, softmax and product apart; sdpa: PyTorch's scaled_dot_product_attention."
     )
+    attention_scale: PositiveFloat | None = Field(None, description="Factor on q k^T; 1 / sqrt(d) when null (T5: 1.0).")
     attention_softmax_in_fp32: bool = Field(True, description="Softmax of half-precision scores in fp32.")
     apply_query_key_layer_scaling: bool = Field(
         False, description="Divide scores by the layer number before, multiply inside the softmax (range, not result)."
@@ -111,6 +117,11 @@ class TransformerConfig(Section):
     def gated(self) -> bool:
         """Whether the activation has a gate, so that the first linear of the MLP is 2 f wide."""
         return self.activation in GATED
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the product for q, k and v has a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
 
     @property
     def ffn_size(self) -> int:

@@ -5,15 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from configs.transformer import TransformerConfig
 from fusions.catalogue import OPERATIONS
 from fusions.registry import REFERENCE, BoundFusion, Counters, FusionPlan, TracedFusion
-from models.attention import SelfAttention, SelfAttentionSubmodules
+from models.attention import CrossAttention, CrossAttentionSubmodules, SelfAttention, SelfAttentionSubmodules
 from models.core_attention import SDPAttention, UnfusedAttention
-from models.fusion_sites import ATTENTION_RESIDUAL, MLP_RESIDUAL, activation_operation
+from models.fusion_sites import (
+    DECODER,
+    ENCODER,
+    LM_TRANSFORM,
+    MLP_RESIDUAL,
+    OUTPUT,
+    activation_operation,
+    cross_attention_residual,
+    head_activation,
+    self_attention_residual,
+)
 from models.mlp import MLP, MLPSubmodules
 from models.norm import Norm
 from models.rotary import RotatePacked, SplitThenRotate
@@ -34,19 +45,56 @@ class GPTSpec:
     loss_from_hidden: bool
 
 
-def gpt_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters, compile_layers: bool = False) -> GPTSpec:
-    """GPT's slots, filled with what the plan decided; every call is counted in `counters`.
+@dataclass(frozen=True)
+class BertSpec:
+    """The stack's specs, the slots of the masked-LM head, and the loss as a function of logits."""
 
-    With `compile_layers` the slots of a layer leave the counting to the stack, which calls it.
-    """
-    bind, outside = _Binder(plan, counters, compile_layers), _Binder(plan, counters)
-    core = ModuleSpec(SDPAttention)
-    if config.attention_backend == "unfused":
-        core = ModuleSpec(UnfusedAttention, {"softmax": bind("masked_softmax_fusion", "self_attention")})
+    block: TransformerBlockSubmodules
+    head_activation: Callable[..., Tensor]
+    head_norm: ModuleSpec
+    loss_function: Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class T5Spec:
+    """The specs of both stacks, and the loss as in a GPT."""
+
+    encoder: TransformerBlockSubmodules
+    decoder: TransformerBlockSubmodules
+    loss_function: Callable[..., Tensor]
+    loss_from_hidden: bool
+
+
+# Every call is counted in `counters`. With `compile_layers` the slots of a layer leave that to the stack, which calls it.
+
+
+def gpt_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters, compile_layers: bool = False) -> GPTSpec:
+    """GPT's slots, filled with what the plan decided."""
+    block = _block(config, _Binder(plan, counters, compile_layers), causal=True)
+    return GPTSpec(block, *_loss(plan, counters))
+
+
+def bert_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters, compile_layers: bool = False) -> BertSpec:
+    """BERT's slots, filled with what the plan decided."""
+    block = _block(config, _Binder(plan, counters, compile_layers), causal=False)
+    bind = _Binder(plan, counters)
+    activation = partial(bind("bias_activation_fusion", LM_TRANSFORM), activation=head_activation(config))
+    return BertSpec(block, activation, bind.norm(LM_TRANSFORM), _loss(plan, counters)[0])
+
+
+def t5_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters, compile_layers: bool = False) -> T5Spec:
+    """T5's slots, filled with what the plan decided."""
+    encoder = _block(config, _Binder(plan, counters, compile_layers, ENCODER), causal=False)
+    decoder = _block(config, _Binder(plan, counters, compile_layers, DECODER), causal=True, cross_attention=True)
+    return T5Spec(encoder, decoder, *_loss(plan, counters))
+
+
+def _block(config: TransformerConfig, bind: _Binder, *, causal: bool, cross_attention: bool = False) -> Any:
+    """The slots of one stack."""
     attention = SelfAttentionSubmodules(
         bind.linear(ColumnParallelLinear, "linear_qkv"),
         bind.split_qkv(),
-        core,
+        bind.core(config, "self_attention", causal),
         bind.linear(RowParallelLinear, "linear_proj"),
     )
     mlp = MLPSubmodules(
@@ -54,37 +102,55 @@ def gpt_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters, co
         bind.activation(config),
         bind.linear(RowParallelLinear, "linear_fc2"),
     )
+    slots: dict[str, Any] = {}
+    if cross_attention:
+        cross = CrossAttentionSubmodules(
+            bind.linear(ColumnParallelLinear, "linear_q"),
+            bind.linear(ColumnParallelLinear, "linear_kv"),
+            bind.core(config, "cross_attention", causal=False),
+            bind.linear(RowParallelLinear, "cross_linear_proj"),
+        )
+        slots = {
+            "pre_cross_attn_layernorm": bind.norm("pre_cross_attn_layernorm"),
+            "cross_attention": ModuleSpec(CrossAttention, submodules=cross),
+            "cross_attn_add": bind.add("cross_attn_bda", cross_attention_residual()),
+        }
     layer = TransformerLayerSubmodules(
         input_layernorm=bind.norm(_FIRST_NORM),
         self_attention=ModuleSpec(SelfAttention, submodules=attention),
-        self_attn_add=bind.add("self_attn_bda", ATTENTION_RESIDUAL),
+        self_attn_add=bind.add("self_attn_bda", self_attention_residual(cross_attention)),
         pre_mlp_layernorm=bind.norm("pre_mlp_layernorm"),
         mlp=ModuleSpec(MLP, submodules=mlp),
         mlp_add=bind.add("mlp_bda", MLP_RESIDUAL),
+        **slots,
     )
     # The norm after the last layer is called by that layer, whose slot adds and normalises.
     final = bind.norm(_FINAL_NORM)
-    block = TransformerBlockSubmodules(ModuleSpec(TransformerLayer, submodules=layer), final, compile_layers, bind.count)
-    loss = plan.decision("cross_entropy_loss_fusion", "output_layer")
+    return TransformerBlockSubmodules(ModuleSpec(TransformerLayer, submodules=layer), final, bind.traced, bind.count)
+
+
+def _loss(plan: FusionPlan, counters: Counters) -> tuple[BoundFusion, bool]:
+    """The loss, and whether it is one of hidden states."""
+    loss = plan.decision("cross_entropy_loss_fusion", OUTPUT)
     from_hidden = loss.operation == "linear_cross_entropy" and loss.runs != REFERENCE
     # Without the projection fused in, the loss is the plain one of the logits, which the head computes as always.
     operation = loss.operation if from_hidden else "cross_entropy"
-    return GPTSpec(block, outside("cross_entropy_loss_fusion", "output_layer", operation), from_hidden)
+    return _Binder(plan, counters)("cross_entropy_loss_fusion", OUTPUT, operation), from_hidden
 
 
 class _Binder:
-    """Makes slots out of decisions."""
+    """Makes slots of one stack out of decisions; `stack` is what its sites' names start with."""
 
-    def __init__(self, plan: FusionPlan, counters: Counters, traced: bool = False):
-        self.plan, self.counters, self.traced = plan, counters, traced
+    def __init__(self, plan: FusionPlan, counters: Counters, traced: bool = False, stack: str = ""):
+        self.plan, self.counters, self.traced, self.stack = plan, counters, traced, stack
         self.bound: list[TracedFusion] = []
-        # Called once in a run through the stack: the last norm; and the first one where all others are part of an addition.
-        fused = plan.decision("residual_norm_fusion", MLP_RESIDUAL).runs != REFERENCE
-        self.once = (_FINAL_NORM, _FIRST_NORM) if fused else (_FINAL_NORM,)
+
+    def decision(self, flag: str, site: str) -> Any:
+        return self.plan.decision(flag, self.stack + site)
 
     def __call__(self, flag: str, site: str, operation: str = "") -> BoundFusion:
         """The decided function of a site; `operation` where another one than the decided has its reference."""
-        decision = self.plan.decision(flag, site)
+        decision = self.decision(flag, site)
         arguments = OPERATIONS[operation or decision.operation], decision, self.counters, self.plan.strict
         if not self.traced:
             return BoundFusion(*arguments)
@@ -93,8 +159,11 @@ class _Binder:
 
     def count(self, layers: int) -> None:
         """Note one run through a stack of so many layers, for the slots that can't."""
+        # Called once in a run: the last norm; and the first one where all others are part of an addition.
+        fused = self.decision("residual_norm_fusion", MLP_RESIDUAL).runs != REFERENCE
+        once = {self.stack + site for site in ((_FINAL_NORM, _FIRST_NORM) if fused else (_FINAL_NORM,))}
         for bound in self.bound:
-            bound.count(1 if bound.decision.site in self.once else layers)
+            bound.count(1 if bound.decision.site in once else layers)
 
     def norm(self, site: str) -> ModuleSpec:
         return ModuleSpec(Norm, {"function": self("persist_layer_norm", site)})
@@ -102,13 +171,18 @@ class _Binder:
     def linear(self, kind: type, site: str) -> ModuleSpec:
         return ModuleSpec(kind, {"product": self("gradient_accumulation_fusion", site)})
 
+    def core(self, config: TransformerConfig, site: str, causal: bool) -> ModuleSpec:
+        if config.attention_backend == "sdpa":
+            return ModuleSpec(SDPAttention, {"causal": causal})
+        return ModuleSpec(UnfusedAttention, {"softmax": self("masked_softmax_fusion", site), "causal": causal})
+
     def add(self, bda_site: str, residual_site: str) -> Slot:
-        if self.plan.decision("residual_norm_fusion", residual_site).runs != REFERENCE:
+        if self.decision("residual_norm_fusion", residual_site).runs != REFERENCE:
             return AddAndNorm(self("residual_norm_fusion", residual_site))
         return AddThenNorm(self("bias_dropout_fusion", bda_site))
 
     def split_qkv(self) -> Slot:
-        decision = self.plan.decision("apply_rope_fusion", "self_attention")
+        decision = self.decision("apply_rope_fusion", "self_attention")
         if decision.operation == "qkv_rope" and decision.runs != REFERENCE:
             return RotatePacked(self("apply_rope_fusion", "self_attention"))
         return SplitThenRotate(self("apply_rope_fusion", "self_attention", "rope"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from configs.run import ModelConfig, RopeScaling, rotary_dim
+from configs.model import ModelConfig, RopeScaling, rotary_dim
 from configs.transformer import TransformerConfig
 from fusions.fused_rope import split_qkv
 

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from configs.transformer import TransformerConfig
-from models.rotary import Rotary
+from fusions.random import DropoutKeys, dropout, random_mask_key
+from models.cache import KeyValueCache
+from models.dropout import LayerKeys, StackDropout
 from models.spec import ModuleSpec, Slot, build_module
 from models.tensor_parallel.params import TensorParallel
-from models.transformer_layer import DropoutContext, LayerKeys
+from models.transformer_layer import LayerInputs
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,10 @@ class TransformerBlockSubmodules:
 
 
 class TransformerBlock(nn.Module):
-    """hidden [s, b, h] (or [s/t, b, h]) -> the same shape."""
+    """hidden [s, b, h] (or [s/t, b, h]) -> the same shape.
+
+    What enters is dropped: before the first norm, or after it in a post-norm stack, whose first norm is the embedding's.
+    """
 
     def __init__(
         self,
@@ -35,13 +40,16 @@ class TransformerBlock(nn.Module):
         submodules: TransformerBlockSubmodules,
         tp: TensorParallel,
         device: torch.device,
+        first_dropout_site: int = 0,
     ):
         super().__init__()
+        self.config, self.tp, self.post_norm = config, tp, config.layernorm_position == "post"
         self.layers = nn.ModuleList(
             build_module(submodules.layer, config, number + 1, tp=tp, device=device) for number in range(config.num_layers)
         )
         self.final_layernorm = build_module(submodules.final_layernorm, config, tp=tp, device=device)
-        self.hidden_dropout, self.attention_dropout = config.hidden_dropout > 0, config.attention_dropout > 0
+        cross = submodules.layer.submodules.cross_attention is not None
+        self.dropout = StackDropout(config, tp, first_dropout_site, cross)
         self.count_layers = submodules.count_layers
         if submodules.compile_layers:
             for layer in self.layers:
@@ -49,14 +57,38 @@ class TransformerBlock(nn.Module):
                 layer.compile(dynamic=False, options={"emulate_precision_casts": True})
 
     def forward(
-        self, hidden: Tensor, attention_mask: Tensor | None, rotary: Rotary | None, dropout: DropoutContext | None
+        self,
+        hidden: Tensor,
+        inputs: LayerInputs,
+        dropout_keys: DropoutKeys | None,
+        seq_length: int,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """All layers in turn, then the final norm."""
+        """All layers in turn, then the final norm. `seq_length`: tokens of the whole sequence, s."""
         layers: list[Any] = list(self.layers)
         norms = [*(layer.input_layernorm for layer in layers[1:]), self.final_layernorm]
+        keys = self._usable(dropout_keys)
+        hidden = hidden if self.post_norm else self._drop(hidden, keys, seq_length)
         normalised = layers[0].input_layernorm(hidden)
+        normalised = self._drop(normalised, keys, seq_length) if self.post_norm else normalised
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
-            keys = LayerKeys() if dropout is None else dropout.layer(index, self.hidden_dropout, self.attention_dropout)
-            hidden, normalised = layer(hidden, normalised, next_norm, attention_mask, rotary, keys)
+            layer_keys = LayerKeys() if keys is None else self.dropout.layer(index, keys, seq_length)
+            layer_cache = None if cache is None else cache.layers[index]
+            hidden, normalised = layer(hidden, normalised, next_norm, inputs, layer_keys, layer_cache)
         self.count_layers(len(layers))
         return normalised
+
+    def _drop(self, hidden: Tensor, keys: DropoutKeys | None, seq_length: int) -> Tensor:
+        prob = self.config.hidden_dropout
+        if not self.training or prob == 0:
+            return hidden
+        key = None if keys is None else self.dropout.entry(keys, seq_length)
+        return dropout(hidden, prob, key or random_mask_key(hidden))
+
+    def _usable(self, keys: DropoutKeys | None) -> DropoutKeys | None:
+        """The keys where something is dropped. Raises ValueError where ranks would draw masks of their own."""
+        if not self.training or (self.config.hidden_dropout == 0 and self.config.attention_dropout == 0):
+            return None
+        if keys is None and self.tp.size > 1:
+            raise ValueError("training with dropout at tensor-parallel size > 1 needs dropout_keys, equal on all ranks")
+        return keys

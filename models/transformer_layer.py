@@ -1,5 +1,5 @@
-"""One transformer layer, pre-norm: every sub-block returns (output, bias), and its slot adds both to the residual and
-normalises the sum for what comes next."""
+"""One transformer layer: every sub-block returns (output, bias), and its slot adds both to the residual and normalises the sum
+for what comes next. Pre-norm and post-norm differ in one thing: whether the sum or its norm is the next residual."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from configs.transformer import TransformerConfig
-from fusions.random import DropoutKeys, MaskKey
+from fusions.random import MaskKey
+from models.cache import LayerCache
+from models.dropout import LayerKeys
 from models.norm import Norm
 from models.rotary import Rotary
 from models.spec import Slot, build_module
@@ -20,7 +22,10 @@ from models.tensor_parallel.params import TensorParallel
 
 @dataclass(frozen=True)
 class TransformerLayerSubmodules:
-    """The slots of a layer. An add slot is `f(x, bias, residual, norm, prob, training, mask_key) -> (sum, norm(sum))`."""
+    """The slots of a layer. An add slot is `f(x, bias, residual, norm, prob, training, mask_key) -> (sum, norm(sum))`.
+
+    Without `cross_attention` its three slots are not there.
+    """
 
     input_layernorm: Slot
     self_attention: Slot
@@ -28,46 +33,19 @@ class TransformerLayerSubmodules:
     pre_mlp_layernorm: Slot
     mlp: Slot
     mlp_add: Slot
+    pre_cross_attn_layernorm: Slot | None = None
+    cross_attention: Slot | None = None
+    cross_attn_add: Slot | None = None
 
 
-class LayerKeys(NamedTuple):
-    """What a layer's dropouts draw their masks from; None where there is no dropout, or the generator decides.
+class LayerInputs(NamedTuple):
+    """What all layers of a stack share: masks (boolean, True = masked out), positions, and what cross-attention looks at."""
 
-    Made outside the layer: the layers of a stack then run one and the same graph when they are compiled.
-    """
-
-    attention: MaskKey | None = None
-    self_attn_add: MaskKey | None = None
-    mlp_add: MaskKey | None = None
-
-
-@dataclass(frozen=True)
-class DropoutContext:
-    """The keys of this micro-batch and the global index of this rank's rows. Site 0 is the embedding's."""
-
-    keys: DropoutKeys
-    positions: Tensor  # int64 [s] or [s/t]
-    heads: Tensor  # int64 [n/t]
-    seq_length: int
-
-    SITES_PER_LAYER = 3
-
-    def layer(self, index: int, hidden: bool, attention: bool) -> LayerKeys:
-        """The keys of one layer, counted from 0."""
-        site = 1 + self.SITES_PER_LAYER * index
-        return LayerKeys(
-            self.attention(site) if attention else None,
-            self.hidden(site + 1) if hidden else None,
-            self.hidden(site + 2) if hidden else None,
-        )
-
-    def hidden(self, site: int) -> MaskKey:
-        """For a tensor [s, b, h] of this rank."""
-        return self.keys.hidden(site, self.positions)
-
-    def attention(self, site: int) -> MaskKey:
-        """For attention weights [b, n/t, s, s] of this rank."""
-        return self.keys.attention(site, self.heads, self.seq_length)
+    attention_mask: Tensor | None = None  # [b or 1, 1, s or 1, s]
+    rotary: Rotary | None = None
+    position_bias: Tensor | None = None  # [1, n/t, s, s], added to the scores
+    context: Tensor | None = None  # [s_encoder, b, h] (or [s_encoder/t, b, h])
+    context_mask: Tensor | None = None  # [b or 1, 1, s or 1, s_encoder]
 
 
 @dataclass(frozen=True)
@@ -114,7 +92,8 @@ class AddAndNorm:
 class TransformerLayer(nn.Module):
     """hidden [s, b, h] (or [s/t, b, h]) and its norm -> the next hidden and its norm. `layer_number` counts from 1.
 
-    The first norm, `input_layernorm`, is called by whoever comes before: the layer before adds and normalises in one slot.
+    The first norm, `input_layernorm`, is called by whoever comes before: the layer before adds and normalises in one slot. So
+    in a post-norm stack that of the first layer is the embedding's norm, and those of the others are the output norms.
     """
 
     def __init__(
@@ -126,10 +105,17 @@ class TransformerLayer(nn.Module):
         device: torch.device,
     ):
         super().__init__()
-        self.hidden_dropout = config.hidden_dropout
+        self.hidden_dropout, self.post_norm = config.hidden_dropout, config.layernorm_position == "post"
         self.input_layernorm = build_module(submodules.input_layernorm, config, tp=tp, device=device)
         self.self_attention = build_module(submodules.self_attention, config, layer_number, tp=tp, device=device)
         self.self_attn_add = build_module(submodules.self_attn_add)
+        self.cross_attention = None
+        if submodules.cross_attention is not None:
+            norm, add = submodules.pre_cross_attn_layernorm, submodules.cross_attn_add
+            assert norm is not None and add is not None, "cross-attention has a norm before it and an add after it"
+            self.pre_cross_attn_layernorm = build_module(norm, config, tp=tp, device=device)
+            self.cross_attention = build_module(submodules.cross_attention, config, layer_number, tp=tp, device=device)
+            self.cross_attn_add = build_module(add)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, config, tp=tp, device=device)
         self.mlp = build_module(submodules.mlp, config, tp=tp, device=device)
         self.mlp_add = build_module(submodules.mlp_add)
@@ -139,15 +125,21 @@ class TransformerLayer(nn.Module):
         hidden: Tensor,
         normalised: Tensor,
         next_norm: Norm,
-        attention_mask: Tensor | None,
-        rotary: Rotary | None,
+        inputs: LayerInputs,
         keys: LayerKeys,
+        cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention and MLP, each with its residual and the norm that follows; `next_norm` is the next layer's first."""
+        """Attention, cross-attention where there is one, and MLP, each with its residual and the norm that follows;
+        `next_norm` is the next layer's first."""
         prob, training = self.hidden_dropout, self.training
-        out, bias = self.self_attention(normalised, attention_mask, rotary, keys.attention)
-        hidden, normalised = self.self_attn_add(
-            out, bias, hidden, self.pre_mlp_layernorm, prob, training, keys.self_attn_add
-        )
+        out, bias = self.self_attention(normalised, inputs, keys.attention, cache)
+        residual = normalised if self.post_norm else hidden
+        norm = self.pre_mlp_layernorm if self.cross_attention is None else self.pre_cross_attn_layernorm
+        hidden, normalised = self.self_attn_add(out, bias, residual, norm, prob, training, keys.self_attn_add)
+        if self.cross_attention is not None:
+            out, bias = self.cross_attention(normalised, inputs, keys.cross_attention, cache)
+            residual, norm = normalised if self.post_norm else hidden, self.pre_mlp_layernorm
+            hidden, normalised = self.cross_attn_add(out, bias, residual, norm, prob, training, keys.cross_attn_add)
         out, bias = self.mlp(normalised)
-        return self.mlp_add(out, bias, hidden, next_norm, prob, training, keys.mlp_add)
+        residual = normalised if self.post_norm else hidden
+        return self.mlp_add(out, bias, residual, next_norm, prob, training, keys.mlp_add)

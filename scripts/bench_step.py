@@ -41,7 +41,7 @@ def serve(config_path: str, overrides: list[str], keep_memory: bool) -> None:
     import torch
 
     import trainer.setup as setup
-    from trainer.data.gpt_dataset import make_batch
+    from trainer.data.gpt_dataset import make_gpt_batch
     from trainer.loop import train_step
     from trainer.runtime import synchronise
 
@@ -57,7 +57,8 @@ def serve(config_path: str, overrides: list[str], keep_memory: bool) -> None:
         shape = (size, config.data.seq_length + 1)
         samples = torch.randint(0, config.model.vocab_size, shape, generator=generator).numpy()
         batches = [
-            make_batch(list(samples[i : i + micro]), list(range(i, i + micro)), config.data) for i in range(0, size, micro)
+            make_gpt_batch(list(samples[i : i + micro]), list(range(i, i + micro)), config.data)
+            for i in range(0, size, micro)
         ]
         begin = time.perf_counter()
         result = train_step(job.model, job.optimizer, batches, config, iteration)

@@ -42,8 +42,8 @@ def tiny_piece() -> Callable[[], None]:
     loaded, silent = load_config("configs/gpt/bench.yaml", TINY), Log(rank=1)
     job = build_job(loaded, *start(loaded, silent), silent)
     torch.set_num_threads(1)
-    layers: Any = job.model.decoder.layers
-    mlp, hidden = layers[0].mlp, torch.randn(8, 2, loaded.config.transformer.hidden_size, requires_grad=True)
+    model: Any = job.model
+    mlp, hidden = model.decoder.layers[0].mlp, torch.randn(8, 2, loaded.config.transformer.hidden_size, requires_grad=True)
 
     def piece() -> None:
         out, bias = mlp(hidden)

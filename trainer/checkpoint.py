@@ -31,8 +31,11 @@ MARKER, STATE = "complete.json", "state.json"
 # Keys that must be the same for a resume to mean anything, and keys that decide which data comes next.
 _ARCHITECTURE = ("model.", "transformer.num_", "transformer.hidden_size", "transformer.ffn_hidden_size", "transformer.head_dim",
                  "transformer.normalization", "transformer.layernorm_", "transformer.activation", "transformer.add_bias_linear",
-                 "transformer.window_size", "transformer.softmax_type", "transformer.glu_linear_offset")  # fmt: skip
-_DATA_ORDER = ("data.seq_length", "data.train", "training.seed", "training.global_batch_size")
+                 "transformer.add_qkv_bias", "transformer.attention_scale", "transformer.window_size", "transformer.softmax_type",
+                 "transformer.glu_linear_offset")  # fmt: skip
+_DATA_ORDER = ("data.seq_length", "data.decoder_seq_length", "data.train", "data.masked_fraction", "data.whole_word_masking",
+               "data.max_ngram", "data.short_sequence_fraction", "data.mean_span_length", "training.seed",
+               "training.global_batch_size")  # fmt: skip
 _IRRELEVANT = ("run.", "checkpoint.", "logging.", "data.cache_directory", "parallel.timeout_seconds")
 
 

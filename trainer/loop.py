@@ -6,6 +6,7 @@ Nothing in a step reads a tensor on the host; the counted tokens are known befor
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -16,10 +17,12 @@ from torch.autograd.profiler import record_function
 from configs.run import RunConfig
 from fusions import jit
 from fusions.random import DropoutKeys, site_words
-from models.gpt import GPTModel
+from models.language_model import LanguageModel
 from trainer.checkpoint import compare_configs, find_checkpoint, load_tensors, read_state, refuse_to_mix, save_checkpoint
-from trainer.data.gpt_dataset import Batch, GPTDataset, ValidationSet
+from trainer.data.batch import Batch, total_counts
+from trainer.data.families import training_set, validation_set
 from trainer.data.sampler import training_batches, validation_batches
+from trainer.data.sources import ValidationSet
 from trainer.errors import CheckpointError
 from trainer.gradients import global_norm, reduce_partial_gradients
 from trainer.lr_schedule import learning_rate
@@ -33,50 +36,55 @@ from trainer.setup import Job, describe, write_description
 PHASES = FORWARD, BACKWARD, GRADIENTS, OPTIMIZER = "forward", "backward", "reduce gradients, norm", "optimizer"
 
 
-def train_step(model: GPTModel, optimizer: Optimizer, batches: list[Batch], config: RunConfig, iteration: int) -> StepResult:
+def train_step(
+    model: LanguageModel, optimizer: Optimizer, batches: Sequence[Batch], config: RunConfig, iteration: int
+) -> StepResult:
     """One optimizer step over the micro-batches of a global batch.
 
-    The loss is the sum over counted tokens / their number over the whole global batch, however it is cut up. A gradient
-    that is not finite, or a batch without a counted token, changes nothing and is marked as skipped.
+    Each loss of the family is the sum over what it counts / their number over the whole global batch, however it is cut up; what
+    is minimised is their sum. A gradient that is not finite, or a batch that counts nothing, changes nothing and is marked as
+    skipped.
     """
     optimizer.zero_grad()
     words = site_words(config.training.seed, iteration, model.num_dropout_sites).to(model.device)
-    counted = sum(float(batch.loss_mask.sum()) for batch in batches)  # still on the host
-    total = torch.zeros((), device=model.device)
+    counts = total_counts(batches)  # still on the host
+    parts = {name: torch.zeros((), device=model.device) for name in counts}
     for batch in batches:
         with record_function(FORWARD):
             batch = batch.to(model.device)
-            keys = DropoutKeys(words, batch.samples)
-            losses = model(batch.tokens, batch.position_ids, batch.attention_mask, batch.labels, keys)  # [b, s]
-            loss = (losses * batch.loss_mask).sum() / max(counted, 1.0)
+            sums = batch.losses(model, DropoutKeys(words, batch.samples))
+            means = {name: total / max(counts[name], 1.0) for name, total in sums.items()}
+            loss = torch.stack(list(means.values())).sum()
         with record_function(BACKWARD):
             loss.backward()
-        total += loss.detach()
+        for name, mean in means.items():
+            parts[name] += mean.detach()
+    total = torch.stack(list(parts.values())).sum()
     with record_function(GRADIENTS):
         reduce_partial_gradients(optimizer.parameters)
         norm = global_norm(optimizer.parameters)
     skip = torch.logical_not(torch.isfinite(norm) & torch.isfinite(total)).float()
-    if counted == 0:
+    if not any(counts.values()):
         skip = torch.ones_like(skip)
     rate = learning_rate(config, iteration)
     with record_function(OPTIMIZER):
         optimizer.step(rate, norm, skip)
-    return StepResult(total, norm, skip, rate)
+    return StepResult(total, norm, skip, rate, parts if len(parts) > 1 else {})
 
 
 @torch.no_grad()
-def evaluate(model: GPTModel, dataset: ValidationSet, config: RunConfig) -> float:
-    """Mean loss per token over the validation samples, without dropout; the same samples every time."""
+def evaluate(model: LanguageModel, dataset: ValidationSet, config: RunConfig) -> float:
+    """The loss over the validation samples, without dropout; the same samples every time."""
     model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=model.device)
-    counted = 0.0
+    totals: dict[str, torch.Tensor] = {}
+    counts: dict[str, float] = {}
     for batch in validation_batches(dataset, config):
-        counted += float(batch.loss_mask.sum())
-        batch = batch.to(model.device)
-        losses = model(batch.tokens, batch.position_ids, batch.attention_mask, batch.labels)
-        total += (losses * batch.loss_mask).sum().double()
+        for name, count in batch.counts().items():
+            counts[name] = counts.get(name, 0.0) + count
+        for name, total in batch.to(model.device).losses(model, None).items():
+            totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64, device=model.device)) + total.double()
     model.train()
-    return float(total) / max(counted, 1.0)
+    return sum(float(total) / max(counts[name], 1.0) for name, total in totals.items())
 
 
 class _Stop:
@@ -101,15 +109,12 @@ def train(job: Job) -> float | None:
     describe(job)
     done = _resume(job)
     write_description(job)
-    cache = config.data.cache_directory or str(Path(config.run.path, "cache"))
-    dataset = GPTDataset(
-        config.data.sources("train"), config.data.seq_length, config.model.vocab_size, config.training.seed, cache
-    )
+    dataset = training_set(config)
     for line in dataset.describe(config.training.train_iters * config.training.global_batch_size):
         log.line(f"data: {line}")
     valid = None
     if config.data.valid and config.training.eval_iters:
-        valid = ValidationSet(config.data.sources("valid"), config.data.seq_length, config.model.vocab_size)
+        valid = validation_set(config)
         for number in range(min(len(valid), config.training.eval_iters * config.training.global_batch_size)):
             _ = valid[number]  # an id beyond the vocabulary must not end a run at its first validation
     stop = _Stop(config.checkpoint.save_on_signal)

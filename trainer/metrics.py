@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from configs.run import RunConfig
 from fusions.registry import Counters
-from trainer.flops import flops_per_iteration
+from trainer.flops import flops_per_iteration, tokens_per_iteration
 from trainer.log import Log
 from trainer.records import start_wandb
 from trainer.runtime import peak_memory_gib, synchronise
@@ -22,12 +22,14 @@ from trainer.runtime import peak_memory_gib, synchronise
 
 @dataclass(frozen=True)
 class StepResult:
-    """One iteration, as scalars on the device: token mean of the loss, norm before clipping, 1.0 where it was skipped."""
+    """One iteration, as scalars on the device: the loss, norm before clipping, 1.0 where it was skipped; and, of a family with
+    several losses, each of them by name."""
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
     learning_rate: float
+    parts: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Metrics:
@@ -43,7 +45,7 @@ class Metrics:
         self.config, self.device, self.counters, self.log = config, device, counters, log
         self.world_size, self.gemm_rate = world_size, gemm_rate
         self.flops = flops_per_iteration(config)
-        self.tokens = config.data.seq_length * config.training.global_batch_size
+        self.tokens = tokens_per_iteration(config)
         self._pending: list[tuple[int, StepResult]] = []
         self._start, self._spent, self._first = 0.0, 0.0, True
         self._times_ms: list[float] = []
@@ -77,19 +79,22 @@ class Metrics:
             self._spent = 0.0
 
     def _write(self) -> None:
-        values = torch.stack([torch.stack([r.loss, r.grad_norm, r.skipped]) for _, r in self._pending]).tolist()
+        values = torch.stack(
+            [torch.stack([r.loss, r.grad_norm, r.skipped, *r.parts.values()]) for _, r in self._pending]
+        ).tolist()
         synchronise(self.device)
         seconds = (time.perf_counter() - self._start) / len(self._pending)
         if not self._first:
             self._times_ms += [seconds * 1e3] * len(self._pending)
         rows = []
-        for (iteration, result), (loss, norm, skipped) in zip(self._pending, values, strict=True):
+        for (iteration, result), (loss, norm, skipped, *parts) in zip(self._pending, values, strict=True):
             self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if skipped else 0
             self.nonfinite_total += int(skipped)
             rows.append(
                 {
                     "iteration": iteration,
                     "loss": loss,
+                    **{f"{name}_loss": value for name, value in zip(result.parts, parts, strict=True)},
                     "grad_norm": norm,
                     "learning_rate": result.learning_rate,
                     "skipped": bool(skipped),

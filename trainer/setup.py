@@ -16,10 +16,13 @@ from configs.load import LoadedConfig
 from configs.run import RunConfig
 from fusions.machine import probe
 from fusions.registry import Counters, FusionPlan
+from models.bert import BertModel
 from models.fusion_sites import fusion_plan
 from models.gpt import GPTModel
 from models.init import initialise
-from models.layer_specs import gpt_spec
+from models.language_model import LanguageModel
+from models.layer_specs import bert_spec, gpt_spec, t5_spec
+from models.t5 import T5Model
 from models.tensor_parallel.params import TensorParallel
 from trainer.auto import auto_times
 from trainer.checkpoint import find_checkpoint, read_state
@@ -27,6 +30,12 @@ from trainer.log import Log, show_plan
 from trainer.meshes import agree, pick_device, start_processes, world_size
 from trainer.optimizer import Optimizer
 from trainer.runtime import PRECISIONS, allocator_settings, keep_freed_memory, measure_gemm_rate
+
+_FAMILIES: dict[str, tuple[Any, Any]] = {
+    "gpt": (gpt_spec, GPTModel),
+    "bert": (bert_spec, BertModel),
+    "t5": (t5_spec, T5Model),
+}
 
 
 @dataclass
@@ -38,7 +47,7 @@ class Job:
     tp: TensorParallel
     plan: FusionPlan
     counters: Counters
-    model: GPTModel
+    model: LanguageModel
     optimizer: Optimizer
     gemm_rate: float  # FLOP/s of one rank, measured with all ranks at work
     log: Log
@@ -76,12 +85,12 @@ def build_job(loaded: LoadedConfig, device: torch.device, tp: TensorParallel, lo
     return Job(loaded, device, tp, plan, counters, model, optimizer, gemm_rate, log)
 
 
-def build_model(config: RunConfig, plan: FusionPlan, tp: TensorParallel, device: torch.device) -> tuple[GPTModel, Counters]:
+def build_model(config: RunConfig, plan: FusionPlan, tp: TensorParallel, device: torch.device) -> tuple[Any, Counters]:
     """The model with its initial weights, and the counters of its fusion sites."""
     counters = Counters()
-    spec = gpt_spec(config.transformer, plan, counters, config.training.compile_layers)
-    dtype = PRECISIONS[config.training.precision]
-    model = GPTModel(config.model, config.transformer, spec, tp, device, dtype)
+    make_spec, make_model = _FAMILIES[config.model.family]
+    spec = make_spec(config.transformer, plan, counters, config.training.compile_layers)
+    model = make_model(config.model, config.transformer, spec, tp, device, PRECISIONS[config.training.precision])
     initialise(model, config.training.seed)
     return model, counters
 

@@ -11,7 +11,7 @@ from configs.transformer import FUSION_FLAGS
 from fusions.machine import probe
 from fusions.registry import Counters, FusionPlan
 from models.fusion_sites import fusion_plan
-from models.gpt import GPTModel
+from models.language_model import LanguageModel
 from models.tensor_parallel.params import TensorParallel
 from trainer.optimizer import Optimizer
 from trainer.setup import build_model
@@ -50,13 +50,13 @@ def run_config(overrides: dict[str, Any], fused: bool | tuple[str, ...] = False)
     return config
 
 
-def build(config: RunConfig, plan: FusionPlan | None = None, tp: TensorParallel | None = None) -> tuple[GPTModel, Counters]:
+def build(config: RunConfig, plan: FusionPlan | None = None, tp: TensorParallel | None = None) -> tuple[Any, Counters]:
     """The model with its initial weights."""
     plan = plan or fusion_plan(config, probe("cpu"))
     return build_model(config, plan, tp or TensorParallel(), torch.device("cpu"))
 
 
-def optimizer_of(config: RunConfig, model: GPTModel, counters: Counters | None = None) -> Optimizer:
+def optimizer_of(config: RunConfig, model: LanguageModel, counters: Counters | None = None) -> Optimizer:
     """The configured optimizer."""
     return Optimizer(model, config.optimizer, fusion_plan(config, probe("cpu")), counters or Counters())
 

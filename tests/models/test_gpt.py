@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from configs.run import RopeScaling, RunConfig
+from configs.model import RopeScaling
+from configs.run import RunConfig
 from configs.transformer import FUSION_FLAGS
 from fusions.fused_rope import reference as apply_rotary
 from fusions.machine import Machine

@@ -20,7 +20,7 @@ from models.tensor_parallel.params import TensorParallel
 from tests.distributed import run_ranks
 from tests.models.build import build, optimizer_of, run_config
 from tests.numerics import relative
-from trainer.data.gpt_dataset import make_batch
+from trainer.data.gpt_dataset import make_gpt_batch
 from trainer.gradients import reduce_partial_gradients
 from trainer.loop import train_step
 
@@ -41,7 +41,7 @@ def train(overrides: dict[str, Any], fused: bool | tuple[str, ...], iterations: 
     for iteration in range(1, iterations + 1):
         samples = torch.randint(0, 301, (batch_size, config.data.seq_length + 1), generator=generator).numpy()
         batches = [
-            make_batch(list(samples[i : i + micro]), list(range(i, i + micro)), config.data)
+            make_gpt_batch(list(samples[i : i + micro]), list(range(i, i + micro)), config.data)
             for i in range(0, batch_size, micro)
         ]
         losses.append(train_step(model, optimizer, batches, config, iteration).loss.item())

@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from configs.load import load_config
-from configs.run import DataConfig, DataSource
+from configs.run import DataConfig
 from tests.conftest import ROOT, write_tokens
 from trainer.data.blend import Blend, blend_counts
-from trainer.data.gpt_dataset import GPTDataset, ValidationSet, make_batch
+from trainer.data.gpt_dataset import gpt_training_set, gpt_validation_set, make_gpt_batch
 from trainer.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, smallest_dtype
+from trainer.data.preprocess import encode_documents
 from trainer.data.sample_index import build_sample_index, cached_sample_index
 from trainer.data.sampler import training_batches, validation_batches
-from trainer.data.tokenizer import END_OF_DOCUMENT, encode_documents, train_tokenizer
+from trainer.data.sources import TrainingSet
+from trainer.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from trainer.errors import DataError
 
 # Two documents of uint16 tokens, [5, 6, 7] and [8, 9]: every byte from the format's description.
@@ -133,7 +135,7 @@ def test_samples_cover_the_shuffled_documents_end_to_end(tmp_path: Path) -> None
     from trainer.data.gpt_dataset import read_sample
 
     for sample in range(len(index)):
-        tokens = read_sample(dataset, index.documents, index.starts, sample, 8, 100)
+        tokens = read_sample(dataset, index, sample, 8, 100)
         assert tokens.tolist() == laid_out[sample * 8 : sample * 8 + 9]
 
 
@@ -192,34 +194,34 @@ SAMPLE = np.array([5, 6, EOD, 7, 8, 9, EOD, 4, 3])
 
 
 def test_D16_positions_and_mask_and_loss_reset_apart() -> None:
-    plain = make_batch([SAMPLE], [0], data_config())
+    plain = make_gpt_batch([SAMPLE], [0], data_config())
     assert plain.position_ids is None and plain.attention_mask is None and plain.loss_mask.tolist() == [[1.0] * 8]
-    batch = make_batch([SAMPLE], [0], data_config(reset_position_ids=True))
+    batch = make_gpt_batch([SAMPLE], [0], data_config(reset_position_ids=True))
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]] and batch.attention_mask is None
-    batch = make_batch([SAMPLE], [0], data_config(eod_mask_loss=True))
+    batch = make_gpt_batch([SAMPLE], [0], data_config(eod_mask_loss=True))
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 1, 1, 0, 1]] and batch.position_ids is None
-    batch = make_batch([SAMPLE], [0], data_config(reset_attention_mask=True))
+    batch = make_gpt_batch([SAMPLE], [0], data_config(reset_attention_mask=True))
     visible = ~batch.attention_mask[0, 0] & torch.ones(8, 8).tril().bool()
     assert visible[3].nonzero().flatten().tolist() == [3]  # the first token of a document sees only itself
     assert visible[6].nonzero().flatten().tolist() == [3, 4, 5, 6] and batch.position_ids is None
 
 
 def test_D18_the_loss_mask_is_by_position_not_by_value() -> None:
-    batch = make_batch(
+    batch = make_gpt_batch(
         [np.array([11, 12, 0, 13, 0, 0, 0, 0, 0]), np.zeros(9, np.int64)], [0, 1], data_config(eod_token=0), [True, False]
     )
     assert batch.loss_mask.tolist() == [[1.0] * 8, [0.0] * 8]
 
 
 def test_labels_are_the_next_tokens() -> None:
-    batch = make_batch([SAMPLE], [0], data_config())
+    batch = make_gpt_batch([SAMPLE], [0], data_config())
     assert batch.tokens[0].tolist() == SAMPLE[:-1].tolist() and batch.labels[0].tolist() == SAMPLE[1:].tolist()
 
 
 def test_D19_a_small_validation_set_is_used_whole(tiny: Path) -> None:
     write_tokens(tiny / "small", [list(range(97))])
     config = load_config(tiny / "tiny.yaml", [f"data.valid=[{tiny}/small]", "training.eval_iters=5"]).config
-    valid = ValidationSet(config.data.sources("valid"), 32, 301)
+    valid = gpt_validation_set(config)
     assert len(valid) == 3
     batches = list(validation_batches(valid, config))
     assert sum(float(b.loss_mask.sum()) for b in batches) == 3 * 32
@@ -228,22 +230,22 @@ def test_D19_a_small_validation_set_is_used_whole(tiny: Path) -> None:
 
 def test_an_id_beyond_the_vocabulary_names_file_and_key(tiny: Path) -> None:
     write_tokens(tiny / "big", [[700] * 200])
-    dataset = GPTDataset([DataSource(prefix=str(tiny / "big"))], 16, 301, 1, tiny / "cache")
+    dataset = gpt_training_set(load_config(tiny / "tiny.yaml", [f"data.train=[{tiny}/big]"]).config, tiny / "cache")
     with pytest.raises(DataError, match=r"big.bin has token id 700 .*model.vocab_size is 301"):
         dataset[0]
 
 
 def test_too_little_data_is_one_message(tiny: Path) -> None:
     write_tokens(tiny / "few", [[1, 2, 3]])
-    with pytest.raises(DataError, match="few.bin: 3 tokens don't fill one sample of seq_length 16"):
-        GPTDataset([DataSource(prefix=str(tiny / "few"))], 16, 301, 1, tiny / "cache")
+    with pytest.raises(DataError, match="few.bin: 3 tokens don't fill one sample of seq_length 32"):
+        gpt_training_set(load_config(tiny / "tiny.yaml", [f"data.train=[{tiny}/few]"]).config, tiny / "cache")
 
 
 def test_C01_the_batches_of_an_iteration_are_a_function_of_its_number(tiny: Path) -> None:
     config = load_config(tiny / "tiny.yaml").config
 
-    def dataset() -> GPTDataset:
-        return GPTDataset(config.data.sources("train"), 32, 301, 1234, tiny / "cache")
+    def dataset() -> TrainingSet:
+        return gpt_training_set(config, tiny / "cache")
 
     epoch = 1 + 2 * 1200 // 32 // 4  # beyond the first epoch
     for iteration in (1, 7, epoch):

@@ -11,7 +11,7 @@ import torch
 from configs.load import load_config
 from tests.conftest import write_tokens
 from trainer.checkpoint import complete_checkpoints, incompleteness, load_tensors, tensors_of
-from trainer.data.gpt_dataset import ValidationSet, make_batch
+from trainer.data.gpt_dataset import gpt_validation_set, make_gpt_batch
 from trainer.errors import CheckpointError, DataError
 from trainer.log import Log
 from trainer.loop import evaluate, train, train_step
@@ -192,7 +192,7 @@ def test_N20_token_mean_over_the_global_batch(tiny: Path) -> None:
 
     built = job(tiny, "transformer.hidden_dropout=0.0", "transformer.attention_dropout=0.0")
     samples = list(torch.randint(0, 301, (4, 33)).numpy())
-    batches = [make_batch(samples[i : i + 2], [i, i + 1], built.config.data) for i in (0, 2)]
+    batches = [make_gpt_batch(samples[i : i + 2], [i, i + 1], built.config.data) for i in (0, 2)]
     mask = torch.zeros(2, 32)
     mask[0, :8] = 1
     batches[0] = replace(batches[0], loss_mask=mask)
@@ -207,7 +207,7 @@ def test_N19_a_batch_without_counted_tokens_is_skipped(tiny: Path) -> None:
     from dataclasses import replace
 
     built = job(tiny)
-    batch = make_batch(list(torch.randint(0, 301, (2, 33)).numpy()), [0, 1], built.config.data)
+    batch = make_gpt_batch(list(torch.randint(0, 301, (2, 33)).numpy()), [0, 1], built.config.data)
     before = [p.detach().clone() for p in built.model.parameters()]
     result = train_step(built.model, built.optimizer, [replace(batch, loss_mask=torch.zeros(2, 32))], built.config, 1)
     assert result.loss.item() == 0 and result.skipped.item() == 1
@@ -249,7 +249,7 @@ def test_G09_too_many_in_a_row_end_the_job(tiny: Path, monkeypatch: pytest.Monke
 def test_clipping_scales_to_the_global_norm(tiny: Path) -> None:
     """AdamW's first step hardly depends on the gradient's scale, so look at its first moment: (1 - beta1) * clipped gradient."""
     built = job(tiny, "optimizer.clip_grad=0.01")
-    batch = make_batch(list(torch.randint(0, 301, (4, 33)).numpy()), [0, 1, 2, 3], built.config.data)
+    batch = make_gpt_batch(list(torch.randint(0, 301, (4, 33)).numpy()), [0, 1, 2, 3], built.config.data)
     result = train_step(built.model, built.optimizer, [batch], built.config, 1)
     moments = [v for k, v in built.optimizer.state().items() if ".exp_avg." in k]
     assert result.grad_norm > 0.02
@@ -259,10 +259,10 @@ def test_clipping_scales_to_the_global_norm(tiny: Path) -> None:
 def test_D19_validation_repeats_and_is_the_token_mean(tiny: Path) -> None:
     write_tokens(tiny / "small", [list(range(97))])
     built = job(tiny, f"data.valid=[{tiny}/small]")
-    valid = ValidationSet(built.config.data.sources("valid"), 32, 301)
+    valid = gpt_validation_set(built.config)
     first = evaluate(built.model, valid, built.config)
     assert first == evaluate(built.model, valid, built.config)
-    batch = make_batch([valid[i] for i in range(3)], [0, 1, 2], built.config.data)
+    batch = make_gpt_batch([valid[i] for i in range(3)], [0, 1, 2], built.config.data)
     expected = built.model.eval()(batch.tokens, labels=batch.labels).mean().item()
     assert first == pytest.approx(expected, rel=1e-6)
 

@@ -38,8 +38,10 @@ from trainer.compare.memory import memory_of_steps
 from trainer.compare.plan import ComparisonPlan
 from trainer.compare.profile import profile_steps
 from trainer.compare.roofline import roofline
-from trainer.data.gpt_dataset import GPTDataset
+from trainer.data.families import training_set
 from trainer.data.sampler import training_batches
+from trainer.data.sources import TrainingSet
+from trainer.flops import tokens_per_iteration
 from trainer.launch import LOST_PEER
 from trainer.log import Log
 from trainer.loop import train_step
@@ -56,14 +58,14 @@ class ArmRun:
     """A built arm."""
 
     job: Job
-    dataset: GPTDataset
+    dataset: TrainingSet
     iteration: int = 0
     usual: list[float] = field(default_factory=list)  # seconds of the last timed steps
 
     @property
     def tokens(self) -> int:
         """Tokens of one step."""
-        return self.job.config.data.seq_length * self.job.config.training.global_batch_size
+        return tokens_per_iteration(self.job.config)
 
     def step(self, batches: list[Any] | None = None) -> StepResult:
         """One training step on the batches that come next."""
@@ -104,7 +106,7 @@ class Worker:
     def __init__(self, plan: ComparisonPlan, arm: str):
         self.plan, self.log = plan, Log(rank=1)
         self.arms: dict[str, ArmRun] = {}
-        self.datasets: dict[str, GPTDataset] = {}
+        self.datasets: dict[str, TrainingSet] = {}
         self.device, self.tp = start(plan.load(plan.arm(arm)), self.log)
 
         # Its wait for the next request has no end: while others have their turn, it may take longer than any collective.
@@ -140,15 +142,11 @@ class Worker:
                 job.optimizer.adopt(other.job.optimizer)
                 return
 
-    def _dataset(self, job: Job) -> GPTDataset:
+    def _dataset(self, job: Job) -> TrainingSet:
         config = job.config
-        key = json.dumps([config.data.model_dump(), config.model.vocab_size, config.training.seed])
+        key = json.dumps([config.data.model_dump(), config.model.model_dump(), config.training.seed])
         if key not in self.datasets:
-            cache = f"{self.plan.out}/cache"
-            data = config.data
-            self.datasets[key] = GPTDataset(
-                data.sources("train"), data.seq_length, config.model.vocab_size, config.training.seed, cache
-            )
+            self.datasets[key] = training_set(config, f"{self.plan.out}/cache")
         return self.datasets[key]
 
     def losses(self, arm: str, iterations: int, noise: int | None) -> dict[str, Any]:

@@ -92,6 +92,16 @@ class IndexedDataset:
         start = int(self.sequence_pointers[sequence]) // self.dtype.itemsize + offset
         return self._tokens[start : start + length]
 
+    def span(self, begin: int, end: int) -> np.ndarray:
+        """Tokens [begin, end) of the whole file."""
+        return self._tokens[begin:end]
+
+    def sentences(self, begin: int, end: int) -> np.ndarray:
+        """The tokens of sequences [begin, end), end to end."""
+        first = int(self.sequence_pointers[begin]) // self.dtype.itemsize
+        last = int(self.sequence_pointers[end - 1]) // self.dtype.itemsize + int(self.sequence_lengths[end - 1])
+        return self._tokens[first:last]
+
 
 class IndexedDatasetBuilder:
     """Writes a pair as a stream: memory is 16 bytes per sequence. The files get their names when `finalize` succeeds."""

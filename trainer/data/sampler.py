@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from configs.run import RunConfig
-from trainer.data.gpt_dataset import Batch, GPTDataset, ValidationSet, make_batch
+from trainer.data.batch import Batch
+from trainer.data.families import make_batch
+from trainer.data.sources import TrainingSet, ValidationSet
 
 
-def training_batches(dataset: GPTDataset, config: RunConfig, iteration: int) -> list[Batch]:
+def training_batches(dataset: TrainingSet, config: RunConfig, iteration: int) -> list[Batch]:
     """The micro-batches of iteration `iteration` (from 1): samples (iteration - 1) * global_batch_size and on."""
     micro, size = config.training.micro_batch_size, config.training.global_batch_size
     first = (iteration - 1) * size
     return [
-        make_batch([dataset[first + place] for place in places], places, config.data)
+        make_batch([dataset[first + place] for place in places], places, config)
         for places in (list(range(start, start + micro)) for start in range(0, size, micro))
     ]
 
@@ -26,4 +28,4 @@ def validation_batches(dataset: ValidationSet, config: RunConfig) -> Iterator[Ba
         numbers = list(range(start, start + micro))
         counted = [number < total for number in numbers]
         samples = [dataset[min(number, total - 1)] for number in numbers]
-        yield make_batch(samples, list(range(micro)), config.data, counted)
+        yield make_batch(samples, list(range(micro)), config, counted)
