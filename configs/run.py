@@ -123,6 +123,11 @@ class CheckpointConfig(Section):
     load: str | None = Field(
         "latest", description="latest: the newest complete one of this run, if any; a folder: that one; null: start afresh."
     )
+    init_from: str | None = Field(
+        None,
+        description="A checkpoint (or run folder) whose weights a new run starts from, without its optimizer state and place in "
+        "the data. Not looked at where `load` finds one.",
+    )
     allow_data_change: bool = Field(
         False, description="Resume although data, seq_length, seed or batch size differ (samples may repeat or be left out)."
     )

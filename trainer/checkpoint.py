@@ -112,6 +112,19 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     return path
 
 
+def newest_checkpoint(source: str | Path) -> Path:
+    """A checkpoint's folder, or the newest complete one of a run's folder. Raises CheckpointError."""
+    path = Path(source)
+    if not (path / STATE).is_file():
+        found = complete_checkpoints(path / "checkpoints")
+        if not found:
+            raise CheckpointError(f"{path} is neither a checkpoint nor a run folder with a complete one in checkpoints/")
+        path = found[-1]
+    if problem := incompleteness(path):
+        raise CheckpointError(problem)
+    return path
+
+
 def refuse_to_mix(config: RunConfig, done: int) -> None:
     """Raise CheckpointError where the run's folder holds checkpoints beyond the iteration this job starts from."""
     later = [p.name for p in complete_checkpoints(Path(config.run.path, "checkpoints")) if int(p.name[5:]) > done]
@@ -150,6 +163,26 @@ def load_tensors(path: Path, model: nn.Module, optimizer: Optimizer | None) -> N
         raise CheckpointError(f"{path} does not fit this model:\n  " + "\n  ".join(faults[:10]) + more)
     with _quiet():
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+class ParameterReader:
+    """The parameters of a checkpoint one by one, each whole, whatever parallel sizes it was saved at."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        with _quiet():
+            metadata: dict[str, Any] = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        self._metadata = metadata
+
+    def read(self, name: str) -> Tensor:
+        """One parameter. Raises CheckpointError where there is none of that name."""
+        key = f"model.{name}"
+        if key not in self._metadata:
+            raise CheckpointError(f"{key} is not in {self._path}")
+        tensor = torch.empty(self._metadata[key].size, dtype=torch.float32)
+        with _quiet():
+            dcp.load({key: tensor}, storage_reader=dcp.HuggingFaceStorageReader(str(self._path)), no_dist=True)
+        return tensor
 
 
 def compare_configs(saved: dict[str, Any], config: RunConfig, allow_data_change: bool) -> list[str]:

@@ -11,3 +11,7 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that can't be used, or can't be written."""
+
+
+class ConvertError(UserError):
+    """A model that can't be moved to or from Hugging Face's format."""

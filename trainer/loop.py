@@ -18,7 +18,15 @@ from configs.run import RunConfig
 from fusions import jit
 from fusions.random import DropoutKeys, site_words
 from models.language_model import LanguageModel
-from trainer.checkpoint import compare_configs, find_checkpoint, load_tensors, read_state, refuse_to_mix, save_checkpoint
+from trainer.checkpoint import (
+    compare_configs,
+    find_checkpoint,
+    load_tensors,
+    newest_checkpoint,
+    read_state,
+    refuse_to_mix,
+    save_checkpoint,
+)
 from trainer.data.batch import Batch, total_counts
 from trainer.data.families import training_set, validation_set
 from trainer.data.sampler import training_batches, validation_batches
@@ -153,8 +161,10 @@ def _resume(job: Job) -> int:
     done = int(read_state(path)["iteration"]) if path else 0
     refuse_to_mix(config, done)
     if path is None:
-        return 0
+        return _start_from_weights(job)
     state = read_state(path)
+    if state.get("weights_only"):
+        raise CheckpointError(f"{path} has weights only, nothing to resume; start from it with checkpoint.init_from={path}")
     changed = compare_configs(state["config"], config, config.checkpoint.allow_data_change)
     for line in changed:
         log.line(f"resume: {line}")
@@ -163,6 +173,17 @@ def _resume(job: Job) -> int:
     if done > config.training.train_iters:
         raise CheckpointError(f"{path} has {done} iterations, more than training.train_iters {config.training.train_iters}")
     return done
+
+
+def _start_from_weights(job: Job) -> int:
+    """Take the weights of `checkpoint.init_from`, if there is one; iteration 0 either way."""
+    source = job.config.checkpoint.init_from
+    if source is not None:
+        path = newest_checkpoint(source)
+        compare_configs(read_state(path)["config"], job.config, allow_data_change=True)
+        load_tensors(path, job.model, None)
+        job.log.line(f"weights from {path}")
+    return 0
 
 
 def _finish(job: Job, metrics: Metrics) -> None:

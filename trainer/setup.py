@@ -88,11 +88,18 @@ def build_job(loaded: LoadedConfig, device: torch.device, tp: TensorParallel, lo
 def build_model(config: RunConfig, plan: FusionPlan, tp: TensorParallel, device: torch.device) -> tuple[Any, Counters]:
     """The model with its initial weights, and the counters of its fusion sites."""
     counters = Counters()
-    make_spec, make_model = _FAMILIES[config.model.family]
-    spec = make_spec(config.transformer, plan, counters, config.training.compile_layers)
-    model = make_model(config.model, config.transformer, spec, tp, device, PRECISIONS[config.training.precision])
+    model = make_model(config, plan, counters, tp, device)
     initialise(model, config.training.seed)
     return model, counters
+
+
+def make_model(
+    config: RunConfig, plan: FusionPlan, counters: Counters, tp: TensorParallel, device: torch.device
+) -> LanguageModel:
+    """The model; its parameters hold nothing yet."""
+    make_spec, family = _FAMILIES[config.model.family]
+    spec = make_spec(config.transformer, plan, counters, config.training.compile_layers)
+    return family(config.model, config.transformer, spec, tp, device, PRECISIONS[config.training.precision])
 
 
 def describe(job: Job) -> None:

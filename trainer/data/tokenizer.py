@@ -149,7 +149,11 @@ def load_vocabulary(config: RunConfig) -> Vocabulary:
 
 @functools.lru_cache(maxsize=4)
 def _load_vocabulary(path: str, family: str) -> Vocabulary:
-    tokenizer = load_tokenizer(path)
+    return vocabulary_of(load_tokenizer(path), family, path)
+
+
+def vocabulary_of(tokenizer: TextTokenizer, family: str, path: str) -> Vocabulary:
+    """The vocabulary of a tokenizer; `path` names it in messages."""
     tokens = [tokenizer.id_to_token(n) or "" for n in range(tokenizer.get_vocab_size())]
     names = {name for kinds in SPECIAL_TOKENS.values() for names in kinds.values() for name in names}
     special = np.array([token in names or token.startswith("<extra_id_") or not token for token in tokens])
