@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from configs.run import RunConfig
@@ -13,6 +14,8 @@ from fusions.registry import Counters, FusionPlan
 from models.fusion_sites import fusion_plan
 from models.language_model import LanguageModel
 from models.tensor_parallel.params import TensorParallel
+from trainer.data.bert_dataset import IGNORED, BertSample
+from trainer.data.t5_dataset import T5Sample
 from trainer.optimizer import Optimizer
 from trainer.setup import build_model
 
@@ -59,6 +62,38 @@ def build(config: RunConfig, plan: FusionPlan | None = None, tp: TensorParallel 
 def optimizer_of(config: RunConfig, model: LanguageModel, counters: Counters | None = None) -> Optimizer:
     """The configured optimizer."""
     return Optimizer(model, config.optimizer, fusion_plan(config, probe("cpu")), counters or Counters())
+
+
+BERT = {"model.family": "bert", "model.sentence_head": "next_sentence", "transformer.layernorm_position": "post",
+        "transformer.activation": "gelu", "data.tokenizer": "none"}  # fmt: skip
+T5 = {"model.family": "t5", "model.position_embedding_type": "relative", "model.decoder_num_layers": 2, "data.decoder_seq_length": 16,
+      "model.relative_attention_num_buckets": 8, "model.relative_attention_max_distance": 20, "model.scale_decoder_outputs": True,
+      "transformer.normalization": "RMSNorm", "transformer.add_bias_linear": False, "transformer.activation": "relu",
+      "transformer.head_dim": 12, "data.tokenizer": "none"}  # fmt: skip
+
+
+def samples_of(config: RunConfig, count: int, generator: torch.Generator) -> list[Any]:
+    """Random samples of the family, as its dataset would give them: some padded, some tokens to be predicted."""
+    s, vocabulary = config.data.seq_length, config.model.vocab_size
+
+    def ids(length: int) -> Any:
+        return torch.randint(0, vocabulary, (count, length), generator=generator).numpy()
+
+    if config.model.family == "gpt":
+        return list(ids(s + 1))
+    lengths = torch.randint(s // 2, s + 1, (count,), generator=generator).tolist()
+    if config.model.family == "t5":
+        sd = config.data.decoder_seq_length or 0
+        tokens, decoder, labels = ids(s), ids(sd), ids(sd)
+        labels[:, sd - 3 :] = IGNORED
+        return [T5Sample(*parts) for parts in zip(tokens, decoder, labels, lengths, strict=True)]
+    tokens, labels = ids(s), ids(s)
+    hidden = (torch.rand(count, s, generator=generator) > 0.3).numpy() | (np.arange(s) >= np.array(lengths)[:, None])
+    labels[hidden] = IGNORED
+    types = (np.arange(s) >= s // 3).astype(np.int64)
+    head = config.model.sentence_head != "none"
+    parts = enumerate(zip(tokens, labels, lengths, strict=True))
+    return [BertSample(t, lab, types, n, number % 2 if head else None) for number, (t, lab, n) in parts]
 
 
 def tokens_of(config: RunConfig, samples: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

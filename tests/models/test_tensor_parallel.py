@@ -18,9 +18,9 @@ from models.tensor_parallel import regions
 from models.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from models.tensor_parallel.params import TensorParallel
 from tests.distributed import run_ranks
-from tests.models.build import build, optimizer_of, run_config
+from tests.models.build import build, optimizer_of, run_config, samples_of
 from tests.numerics import relative
-from trainer.data.gpt_dataset import make_gpt_batch
+from trainer.data.families import make_batch
 from trainer.gradients import reduce_partial_gradients
 from trainer.loop import train_step
 
@@ -39,10 +39,9 @@ def train(overrides: dict[str, Any], fused: bool | tuple[str, ...], iterations: 
     generator = torch.Generator().manual_seed(0)
     losses, gradients, initial = [], {}, {n: whole(p) for n, p in model.named_parameters()}
     for iteration in range(1, iterations + 1):
-        samples = torch.randint(0, 301, (batch_size, config.data.seq_length + 1), generator=generator).numpy()
+        samples = samples_of(config, batch_size, generator)
         batches = [
-            make_gpt_batch(list(samples[i : i + micro]), list(range(i, i + micro)), config.data)
-            for i in range(0, batch_size, micro)
+            make_batch(samples[i : i + micro], list(range(i, i + micro)), config) for i in range(0, batch_size, micro)
         ]
         losses.append(train_step(model, optimizer, batches, config, iteration).loss.item())
         if iteration == 1:
