@@ -33,11 +33,11 @@ def _bert_problems(config: RunConfig) -> list[Problem]:
     if tf.cross_entropy_fusion_impl == "linear":
         text = "is linear, which knows no bias, but the output layer of bert has one; use native"
         found.append(Problem("transformer.cross_entropy_fusion_impl", text))
-    shortest = 5 if model.sentence_head != "none" else 3
+    shortest = 5 if model.sentence_head is not None else 3
     if config.data.seq_length < shortest:
         text = f"{config.data.seq_length} leaves no room beside the special tokens; expected {shortest} or more"
         found.append(Problem("data.seq_length", text))
-    if model.sentence_head != "none" and model.num_token_types == 1:
+    if model.sentence_head is not None and model.num_token_types == 1:
         text = "is 1, but a pair of segments has two kinds; use 2, or 0 for no such embedding"
         found.append(Problem("model.num_token_types", text))
     return found
@@ -113,9 +113,9 @@ def _only_t5(config: RunConfig) -> list[Problem]:
 
 
 def _only_bert(config: RunConfig) -> list[Problem]:
-    if config.model.sentence_head == "none":
+    if config.model.sentence_head is None:
         return []
-    text = f"is {config.model.sentence_head}, but {config.model.family} has no such head; set it to none"
+    text = f"is {config.model.sentence_head}, but {config.model.family} has no such head; set it to null"
     return [Problem("model.sentence_head", text)]
 
 

@@ -50,9 +50,9 @@ class ModelConfig(Section):
         description="t5: hidden states times hidden_size^-0.5 before the output layer, as T5 v1.0 does with its tied one.",
     )
     num_token_types: NonNegativeInt = Field(2, description="bert: kinds of segments that are embedded; 0: none.")
-    sentence_head: Literal["none", "next_sentence", "sentence_order"] = Field(
-        "none",
-        description="bert: second loss over pairs of segments: is the second one from elsewhere; are the two swapped.",
+    sentence_head: Literal["next_sentence", "sentence_order"] | None = Field(
+        None,
+        description="bert: second loss over pairs of segments: is the second from elsewhere; are the two swapped; null: none.",
     )
     make_vocab_size_divisible_by: PositiveInt = Field(
         128, description="The vocabulary is padded to a multiple of this; padding never takes part in the loss."

@@ -35,7 +35,7 @@ class BertModel(LanguageModel):
         self.encoder = TransformerBlock(transformer, spec.block, tp, device)
         self.lm_transform = MaskedLMTransform(transformer, spec.head_activation, spec.head_norm, tp, device)
         self.output_layer = LanguageModelHead(model, transformer, spec.loss_function, False, tp, device, has_bias=True)
-        self.sentence_head = SentenceHead(transformer, tp, device) if model.sentence_head != "none" else None
+        self.sentence_head = SentenceHead(transformer, tp, device) if model.sentence_head is not None else None
 
     def forward(
         self,

@@ -27,7 +27,7 @@ def flops_per_sample(config: RunConfig) -> int:
     multiply_adds += stacks(config)[-1].seq_length * h * m.padded_vocab_size
     if m.family == "bert":
         multiply_adds += config.data.seq_length * h * h  # the masked-LM head's own product
-        if m.sentence_head != "none":
+        if m.sentence_head is not None:
             multiply_adds += h * h + 2 * h
     return 6 * multiply_adds
 
@@ -66,7 +66,7 @@ def num_parameters(config: RunConfig) -> int:
         total += m.max_position_embeddings * h
     if m.family == "bert":
         total += m.num_token_types * h + h * h + h + norm + m.padded_vocab_size  # the head's product, norm and bias
-        total += 0 if m.sentence_head == "none" else h * h + h + 2 * h + 2
+        total += 0 if m.sentence_head is None else h * h + h + 2 * h + 2
     return total
 
 

@@ -91,7 +91,7 @@ def samples_of(config: RunConfig, count: int, generator: torch.Generator) -> lis
     hidden = (torch.rand(count, s, generator=generator) > 0.3).numpy() | (np.arange(s) >= np.array(lengths)[:, None])
     labels[hidden] = IGNORED
     types = (np.arange(s) >= s // 3).astype(np.int64)
-    head = config.model.sentence_head != "none"
+    head = config.model.sentence_head is not None
     parts = enumerate(zip(tokens, labels, lengths, strict=True))
     return [BertSample(t, lab, types, n, number % 2 if head else None) for number, (t, lab, n) in parts]
 

@@ -25,7 +25,7 @@ from trainer.flops import flops_per_sample, num_parameters
 FAMILIES = {"bert": BERT, "t5": T5}
 VARIANTS = [
     BERT,
-    BERT | {"model.sentence_head": "none", "transformer.layernorm_position": "pre", "model.num_token_types": 0},
+    BERT | {"model.sentence_head": None, "transformer.layernorm_position": "pre", "model.num_token_types": 0},
     BERT | {"model.position_embedding_type": "rope", "transformer.activation": "swiglu", "transformer.num_query_groups": 2},
     BERT | {"model.share_embeddings_and_output_weights": False, "transformer.normalization": "RMSNorm"},
     T5,

@@ -185,7 +185,7 @@ def _read_bert(keys: _Keys, sentence_head: bool) -> Sections:
         "vocab_size": keys.need("vocab_size"),
         "max_position_embeddings": keys.need("max_position_embeddings"),
         "num_token_types": keys.take("type_vocab_size", 2),
-        "sentence_head": "next_sentence" if sentence_head else "none",
+        "sentence_head": "next_sentence" if sentence_head else None,
         "share_embeddings_and_output_weights": keys.take("tie_word_embeddings", True),
     }
     transformer = {

@@ -177,7 +177,7 @@ def _bert(config: RunConfig) -> Iterator[Rule]:
             yield norm(f"{after}.{kind}", f"{theirs}.output.LayerNorm.{kind}", tf)
         yield plain(f"lm_transform.{kind}", f"cls.predictions.transform.dense.{kind}")
         yield norm(f"lm_transform.norm.{kind}", f"cls.predictions.transform.LayerNorm.{kind}", tf)
-        if config.model.sentence_head != "none":
+        if config.model.sentence_head is not None:
             yield plain(f"sentence_head.pooler_{kind}", f"bert.pooler.dense.{kind}")
             yield plain(f"sentence_head.{kind}", f"cls.seq_relationship.{kind}")
     yield vocabulary("output_layer.bias", "cls.predictions.bias", *_sizes(config))

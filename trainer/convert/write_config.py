@@ -33,13 +33,13 @@ def write_hf_config(config: RunConfig) -> dict[str, Any]:
     kind = hf_type_of(config)
     write = {"gpt2": _gpt2, "llama": _llama, "qwen2": _llama, "bert": _bert, "t5": _t5}[kind]
     written = {"model_type": kind, **write(config.model, config.transformer)}
-    model, transformer = read_hf_config(written, sentence_head=config.model.sentence_head != "none")
+    model, transformer = read_hf_config(written, sentence_head=config.model.sentence_head is not None)
     back = _traits(ModelConfig.model_validate(model), TransformerConfig.model_validate(transformer))
     lost = {key: value for key, value in _traits(config.model, config.transformer).items() if back[key] != value}
     if lost:
         lines = [f"{key} is {value}, but HF's {kind} has {back[key]}" for key, value in lost.items()]
         raise ConvertError("this model has no counterpart among HF's models:\n  " + "\n  ".join(lines))
-    architecture = "BertForPreTraining" if config.model.sentence_head != "none" else _ARCHITECTURES[kind]
+    architecture = "BertForPreTraining" if config.model.sentence_head is not None else _ARCHITECTURES[kind]
     return {"architectures": [architecture], **written}
 
 

@@ -66,12 +66,12 @@ def _require_two_documents(config: RunConfig, dataset: IndexedDataset) -> None:
 
 
 def _kind(config: RunConfig) -> str:
-    return "spans" if config.model.sentence_head == "none" else "pairs"
+    return "spans" if config.model.sentence_head is None else "pairs"
 
 
 def _room(config: RunConfig) -> int:
     """Tokens of a sample beside [CLS] and [SEP]."""
-    return config.data.seq_length - (2 if config.model.sentence_head == "none" else 3)
+    return config.data.seq_length - (2 if config.model.sentence_head is None else 3)
 
 
 class BertReader:
@@ -90,7 +90,7 @@ class BertReader:
         room = self.room
         if random.random() < self.data.short_sequence_fraction:
             room = int(random.integers(2, room + 1))
-        if self.head == "none":
+        if self.head is None:
             segments, sentence = [dataset.span(*index.ranges[sample])[:room]], None
         else:
             first, second, sentence = self._pair(dataset, index.ranges[sample], random)

@@ -114,7 +114,7 @@ def pair_ranges(dataset: IndexedDataset, room: int) -> np.ndarray:
     if not found:
         raise DataError(
             "no usable document (need >= 2 sentences); write the file with preprocess_data.py --split-sentences, or set "
-            "model.sentence_head=none"
+            "model.sentence_head=null"
         )
     return np.array(found, np.int64)
 

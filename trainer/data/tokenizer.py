@@ -53,7 +53,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, family: str = "gpt", 
         raise DataError(f"vocabulary of {vocab_size}; one of {algorithm} for {family} has at least {smallest}: {what}")
     unknown = next((name for name in names if name in SPECIAL_TOKENS["bert"]["unknown"]), names[0])
     tokenizer, trainer = _MAKERS[algorithm](room, names, unknown, alphabet)
-    tokenizer.train_from_iterator(texts, trainer)
+    try:
+        tokenizer.train_from_iterator(texts, trainer)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"vocabulary of {vocab_size}: {error}") from None
+    if tokenizer.get_vocab_size() > room:  # WordPiece takes every character, whatever the size
+        raise DataError(f"vocabulary of {vocab_size}; these texts have {tokenizer.get_vocab_size()} characters")
     tokenizer.add_special_tokens(sentinels)
     return tokenizer
 
