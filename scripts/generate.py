@@ -1,7 +1,7 @@
 """Text from a trained run: a GPT continues a prompt, a T5 answers it, a BERT fills in its masks.
 
 python scripts/generate.py runs/quickstart --prompt "def " [--temperature 0.8] [--top-k 40] [--top-p 0.95]
-python scripts/generate.py runs/bert-quickstart --prompt "import [MASK]"
+python scripts/generate.py runs/bert-quickstart --prompt "def __init__(self[MASK] name):"
 python scripts/generate.py runs/t5-quickstart --prompt "for i in <extra_id_0>(10):" --temperature 0
 """
 

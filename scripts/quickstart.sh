@@ -44,7 +44,7 @@ case "$family" in
         python scripts/generate.py runs/$name --prompt "def " --max-new-tokens 120
         python scripts/generate.py runs/$name --prompt "The " --max-new-tokens 60
         ;;
-    bert) python scripts/generate.py runs/$name --prompt "for i in [MASK](10): return [MASK]" ;;
+    bert) python scripts/generate.py runs/$name --prompt "def __init__(self[MASK] name):" ;;
     t5) python scripts/generate.py runs/$name --prompt "for i in <extra_id_0>(10): return<extra_id_1>" --temperature 0 --max-new-tokens 20 ;;
 esac
 
