@@ -88,7 +88,7 @@ def generate(
 
     if config.model.family == "gpt":
         eod = end_of_document(tokenizer)
-        ids = list(tokenizer.encode(prompt, add_special_tokens=False).ids) or [eod or 0]
+        ids = list(tokenizer.encode(prompt).ids) or [eod or 0]  # with what its own rule puts in front: Llama's start of text
         return tokenizer.decode(_continue(model, _fitting(ids, config), config, max_new_tokens, pick, eod))
     vocabulary = vocabulary_of(tokenizer, "t5", "of the run")
     ids = [*tokenizer.encode(prompt, add_special_tokens=False).ids, vocabulary.special("end")]

@@ -134,8 +134,10 @@ class Metrics:
         last = rows[-1]
         note = "  (includes compilation and warm-up)" if last["first_after_start"] else ""
         skips = f"  skipped {self.nonfinite_total}" if self.nonfinite_total else ""
+        parts = [f"{key.removesuffix('_loss')} {value:.4f}" for key, value in last.items() if key.endswith("_loss")]
         self.log.line(
             f"iteration {last['iteration']:>6}/{self.config.training.train_iters}  loss {last['loss']:.4f}  "
+            f"{'(' + ', '.join(parts) + ')  ' if parts else ''}"
             f"grad_norm {last['grad_norm']:.3f}  lr {last['learning_rate']:.3e}  {last['iteration_time_ms']:.1f} ms  "
             f"{last['tokens_per_second']:,.0f} tokens/s  mfu {last['mfu']:.1%}{skips}{note}"
         )
