@@ -33,7 +33,7 @@ def _bert_problems(config: RunConfig) -> list[Problem]:
     if tf.cross_entropy_fusion_impl == "linear":
         text = "is linear, which knows no bias, but the output layer of bert has one; use native"
         found.append(Problem("transformer.cross_entropy_fusion_impl", text))
-    shortest = 5 if model.sentence_head is not None else 3
+    shortest = 5 if model.sentence_head is not None else 4
     if config.data.seq_length < shortest:
         text = f"{config.data.seq_length} leaves no room beside the special tokens; expected {shortest} or more"
         found.append(Problem("data.seq_length", text))
@@ -55,9 +55,9 @@ def _t5_problems(config: RunConfig) -> list[Problem]:
     if length > model.max_position_embeddings:
         text = f"{length} is longer than model.max_position_embeddings {model.max_position_embeddings}"
         found.append(Problem("data.decoder_seq_length", text))
-    if model.relative_attention_num_buckets % 4 or model.relative_attention_num_buckets < 4:
-        text = f"{model.relative_attention_num_buckets}; half of them are for each direction, half of those for single distances"
-        found.append(Problem("model.relative_attention_num_buckets", f"{text}: use a multiple of 4"))
+    if model.relative_attention_num_buckets < 4:
+        text = f"{model.relative_attention_num_buckets}; half of them are for each direction: use 4 or more"
+        found.append(Problem("model.relative_attention_num_buckets", text))
     if model.relative_attention_max_distance <= model.relative_attention_num_buckets // 2:
         text = f"{model.relative_attention_max_distance}; the distances that share buckets start at "
         text += f"{model.relative_attention_num_buckets // 2}, so it must be above that"

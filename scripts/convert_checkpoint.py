@@ -7,7 +7,9 @@ python scripts/convert_checkpoint.py to-hf RUN_OR_CHECKPOINT --out HF_FOLDER [--
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from pathlib import Path
 
 from trainer.errors import UserError
 
@@ -38,9 +40,16 @@ def main() -> int:
                 f"{arguments.out}: {config.model.family}; train from it with scripts/pretrain.py {arguments.out}/config.yaml"
             )
         else:
+            if not 0 < arguments.max_shard_gib < math.inf:
+                parser.error(f"--max-shard-gib {arguments.max_shard_gib}; expected a number above 0")
             shard = int(arguments.max_shard_gib * 2**30)
             written = convert_to_hf(arguments.source, arguments.out, arguments.dtype, shard, arguments.tokenizer)
             print(f"{arguments.out}: {written['architectures'][0]}, {written['dtype']}")
+        if not any(Path(arguments.out, name).is_file() for name in ("tokenizer.json", "spiece.model", "tokenizer.model")):
+            print(
+                "note: no tokenizer was found to go with it"
+                + (", give one with --tokenizer" if arguments.way == "to-hf" else "")
+            )
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -8,6 +8,7 @@ python scripts/generate.py runs/t5-quickstart --prompt "for i in <extra_id_0>(10
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 
 from trainer.errors import UserError
@@ -27,8 +28,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", help="tokenizer.json or .model; data.tokenizer of the run when not given")
     arguments = parser.parse_args()
-    if arguments.temperature < 0 or arguments.top_k < 0 or arguments.max_new_tokens < 0 or not 0 < arguments.top_p <= 1:
-        parser.error("--temperature, --top-k and --max-new-tokens must be 0 or more, --top-p above 0 and at most 1")
+    if not 0 <= arguments.temperature < math.inf or arguments.top_k < 0 or arguments.max_new_tokens < 0:
+        parser.error("--temperature, --top-k and --max-new-tokens must be 0 or more")
+    if not 0 < arguments.top_p <= 1 or not 0 <= arguments.seed < 2**63:
+        parser.error("--top-p must be above 0 and at most 1, --seed 0 or more and below 2^63")
+    if any("\ud800" <= c <= "\udfff" for c in arguments.prompt):
+        parser.error("--prompt is not UTF-8")
     try:
         print(_text(arguments))
     except UserError as error:

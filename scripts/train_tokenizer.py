@@ -29,6 +29,8 @@ def main() -> int:
         help="bpe (byte-level) for gpt, wordpiece for bert, unigram for t5 when not given",
     )
     arguments = parser.parse_args()
+    if Path(arguments.output).is_dir():
+        parser.error(f"--output {arguments.output} is a folder; expected a file, such as tokenizer.json")
     try:
         Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
         texts = chain.from_iterable(read_jsonl(path, arguments.json_key) for path in arguments.input)

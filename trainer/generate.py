@@ -37,7 +37,7 @@ class Sampling:
         """A token of fp32 logits [v]."""
         if self.temperature == 0:
             return int(logits.argmax())
-        logits = logits / self.temperature
+        logits = (logits - logits.max()) / self.temperature  # the largest is 0 however small the temperature
         if self.top_k:
             smallest = logits.topk(min(self.top_k, len(logits))).values[-1]
             logits = logits.masked_fill(logits < smallest, float("-inf"))
@@ -87,7 +87,7 @@ def generate(
         return sampling.pick(logits[-1, 0, : config.model.vocab_size].float(), random)
 
     if config.model.family == "gpt":
-        eod = end_of_document(tokenizer)
+        eod = end_of_document(tokenizer) if config.data.eod_token is None else config.data.eod_token
         ids = list(tokenizer.encode(prompt).ids) or [eod or 0]  # with what its own rule puts in front: Llama's start of text
         return tokenizer.decode(_continue(model, _fitting(ids, config), config, max_new_tokens, pick, eod))
     vocabulary = vocabulary_of(tokenizer, "t5", "of the run")
@@ -98,7 +98,9 @@ def generate(
 
 
 def _fitting(ids: list[int], config: RunConfig) -> list[int]:
-    longest = config.model.max_position_embeddings
+    longest, vocabulary = config.model.max_position_embeddings, config.model.vocab_size
+    if max(ids, default=0) >= vocabulary:
+        raise UserError(f"the tokenizer gives token {max(ids)}, but model.vocab_size is {vocabulary}; it is another model's")
     if len(ids) > longest:
         raise UserError(f"the prompt has {len(ids)} tokens, but model.max_position_embeddings is {longest}")
     return ids
@@ -147,7 +149,8 @@ def fill_masks(
     logits, _ = model(torch.tensor([ids], device=model.device))
     found = []
     for place in places:
-        best = torch.softmax(logits[place, 0, : config.model.vocab_size].float(), -1).topk(count)
+        best = torch.softmax(logits[place, 0, : config.model.vocab_size].float(), -1)
+        best = best.topk(min(count, len(best)))
         ids[place] = int(best.indices[0])
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         found.append([(tokenizer.id_to_token(id_) or "", probability) for id_, probability in pairs])

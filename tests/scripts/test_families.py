@@ -116,6 +116,28 @@ def test_transformers_says_the_same_as_generate(job: tuple[Path, str, list[str]]
     assert tokenizer.decode(out, skip_special_tokens=family == "gpt") == ours.split("\n", 1)[1].rsplit("\n---", 1)[0]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "nan"], "must be 0 or more"),
+        (["--seed", "99999999999999999999"], "below 2^63"),
+        (["--top-p", "0"], "--top-p must be above 0"),
+        (["--tokenizer", "{folder}/big.json"], "it is another model's"),
+        (["--prompt", "def " * 100], "max_position_embeddings is 64"),
+    ],
+)
+def test_generate_says_what_is_wrong(arguments: list[str], words: str, tiny: Path) -> None:
+    train_tokenizer(["def a(b): " * 9], 257, "gpt").save(str(tiny / "t.json"))
+    big = train_tokenizer(["def a(b): " * 9], 257, "gpt")
+    big.add_tokens([f"word{n}" for n in range(90)])
+    big.add_tokens(["def"])
+    big.save(str(tiny / "big.json"))
+    if not (tiny / "run").exists():
+        assert run(command(tiny, 1, "training.train_iters=1", f"data.tokenizer={tiny}/t.json"))[0] == 0
+    code, output = script("generate", str(tiny / "run"), *[a.format(folder=tiny) for a in arguments])
+    assert code == 2 and words in output and "Traceback" not in output
+
+
 def test_an_hf_model_goes_on_training_here_and_returns(tiny: Path) -> None:
     from tests.trainer.convert.hf_models import save
 

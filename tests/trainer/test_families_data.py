@@ -24,7 +24,7 @@ from trainer.data.preprocess import encode_documents, encode_in_processes, split
 from trainer.data.sample_index import pair_ranges, span_ranges
 from trainer.data.sampler import training_batches, validation_batches
 from trainer.data.t5_dataset import T5Reader, corrupt, random_lengths
-from trainer.data.tokenizer import load_tokenizer, load_vocabulary, train_tokenizer
+from trainer.data.tokenizer import load_tokenizer, load_vocabulary, train_tokenizer, vocabulary_of
 from trainer.errors import DataError
 
 WORDS = [
@@ -119,6 +119,17 @@ def test_whole_words_are_masked_whole(corpus: Path, tiny: Path, ngram: int) -> N
         pieces += int(continues[hidden].sum())
         runs.append(max(map(len, "".join("x" if w.all() else " " for w in whole).split()), default=0))
     assert pieces > 0 and np.mean(runs) > (1.3 if ngram == 3 else 1.0)
+
+
+@pytest.mark.parametrize("algorithm", ["bpe", "wordpiece", "unigram"])
+def test_the_pieces_of_a_word_are_known_in_every_algorithm_and_special_is_what_the_tokenizer_says(algorithm: str) -> None:
+    """Also where a byte-level vocabulary has a token "##", as that of source code does."""
+    tokenizer = train_tokenizer([*texts(30), "## ## ## ##"], 400, "bert", algorithm)
+    tokenizer.add_special_tokens(["[URL]"])
+    vocabulary = vocabulary_of(tokenizer, "bert", "x")
+    ids = tokenizer.encode(" alphabeta gammalpha", add_special_tokens=False).ids
+    assert len(ids) > 2 and sum(~vocabulary.continues_word[ids]) == 2
+    assert vocabulary.is_special[tokenizer.token_to_id("[URL]")] and not vocabulary.is_special[ids].any()
 
 
 def test_a_word_longer_than_the_budget_still_gives_a_loss(corpus: Path, tiny: Path) -> None:

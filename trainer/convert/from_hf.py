@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import yaml
+from tokenizers.implementations import BertWordPieceTokenizer, ByteLevelBPETokenizer
 from torch import Tensor
 
 from configs.families import t5_lengths
@@ -24,11 +25,12 @@ from trainer.convert.read_config import read_hf_config
 from trainer.convert.rules import Rule, rules_of
 from trainer.convert.safetensors_file import SafetensorsFolder, SafetensorsWriter
 from trainer.convert.staging import staged
+from trainer.data.tokenizer import END_OF_DOCUMENT
 from trainer.errors import ConvertError
 from trainer.setup import make_model
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-                   "merges.txt", "vocab.txt", "spiece.model", "tokenizer.model")  # fmt: skip
+COMPANION_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+                   "merges.txt", "vocab.txt", "spiece.model", "tokenizer.model", "generation_config.json")  # fmt: skip
 HF_CONFIG = "hf_config.json"  # kept, so that ids of special tokens and the dtype find the way back
 # What files hold beside parameters: buffers of old versions, and a table that old T5 files have by mistake (trap N28).
 _NO_PARAMETERS = re.compile(
@@ -39,13 +41,22 @@ _TIED = {
     "gpt2": {"lm_head.weight": "transformer.wte.weight"},
     "llama": {"lm_head.weight": "model.embed_tokens.weight"},
     "qwen2": {"lm_head.weight": "model.embed_tokens.weight"},
-    "bert": {"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"},
+    "bert": {
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
     "t5": {"lm_head.weight": "shared.weight"},
 }
-# Other names of the same parameter, whether the output layer is tied or not.
+# Other names of the same parameter, whether the output layer is tied or not; and what a base model's names lack in front.
 _SAME = {
-    "bert": {"cls.predictions.decoder.bias": "cls.predictions.bias"},
     "t5": {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
+}
+
+_PREFIXES = {
+    "gpt2": ("transformer.", ("wte.", "wpe.", "h.", "ln_f.")),
+    "llama": ("model.", ("embed_tokens.", "layers.", "norm.")),
+    "qwen2": ("model.", ("embed_tokens.", "layers.", "norm.")),
+    "bert": ("bert.", ("embeddings.", "encoder.", "pooler.")),
 }
 
 
@@ -57,10 +68,13 @@ def convert_from_hf(source: str | Path, out: str | Path) -> RunConfig:
     """
     source, out = Path(source), Path(out)
     data = read_json(source / "config.json")
-    tensors = _Tensors(SafetensorsFolder(source), str(data.get("model_type")))
-    sections = read_hf_config(data, sentence_head="cls.seq_relationship.weight" in tensors)
-    config = _run_config(*sections, source, out)
-    kind = data["model_type"]
+    kind = str(data.get("model_type"))
+    tensors = _Tensors(SafetensorsFolder(source), kind)
+    try:
+        sections = read_hf_config(data, sentence_head="cls.seq_relationship.weight" in tensors)
+        config = _run_config(*sections, data, source, out)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ConvertError(f"{source / 'config.json'} has a value that can't be: {error}") from None
     tensors.resolve(config.model.share_embeddings_and_output_weights)
     rules, shapes = rules_of(config, kind), parameter_shapes(config)
     assert {rule.ours for rule in rules} == set(shapes), {rule.ours for rule in rules} ^ set(shapes)
@@ -69,9 +83,11 @@ def convert_from_hf(source: str | Path, out: str | Path) -> RunConfig:
         with SafetensorsWriter(folder / "shard-00001.safetensors", _keyed(shapes), torch.float32) as writer:
             for rule in rules:
                 writer.add(f"model.{rule.ours}", rule.join([tensors.read(name) for name in rule.theirs]))
-        for name in TOKENIZER_FILES:
+        for name in COMPANION_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
+        if _found_tokenizer(source) is None and _has_old_tokenizer(kind, source):
+            make_tokenizer(kind, source, folder)
         (folder / HF_CONFIG).write_text(json.dumps(data, indent=1))
         (folder / "config.yaml").write_text(_yaml(config, out))
         _finish(folder, config)
@@ -87,8 +103,8 @@ class _Tensors:
 
     def _full(self, name: str) -> str:
         """A base model's tensors (GPT2Model, BertModel…) have no prefix; old BERT files say gamma and beta."""
-        if self.kind == "gpt2" and name.startswith(("wte.", "wpe.", "h.", "ln_f.")):
-            name = f"transformer.{name}"
+        prefix, first = _PREFIXES.get(self.kind, ("", ()))
+        name = prefix + name if name.startswith(first) else name
         return re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name))
 
     def __contains__(self, name: str) -> bool:
@@ -99,6 +115,10 @@ class _Tensors:
 
     def resolve(self, tied: bool) -> None:
         """Leave one name of each shared parameter: files may have either, or both. Raises ConvertError where both differ."""
+        if self.kind == "bert" and not tied and "cls.predictions.bias" in self.names:
+            self.names.setdefault("cls.predictions.decoder.bias", self.names["cls.predictions.bias"])
+        if self.kind == "bert" and not tied and "cls.predictions.decoder.bias" in self.names:
+            self.names.setdefault("cls.predictions.bias", self.names["cls.predictions.decoder.bias"])
         same = _SAME.get(self.kind, {}) | (_TIED[self.kind] if tied else {})
         for other, name in same.items():
             if other not in self.names:
@@ -141,15 +161,44 @@ def _keyed(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     return {f"model.{name}": shape for name, shape in shapes.items()}
 
 
-def _run_config(model: dict[str, Any], transformer: dict[str, Any], source: Path, out: Path) -> RunConfig:
+def _found_tokenizer(source: Path) -> str | None:
+    return next((name for name in ("tokenizer.json", "spiece.model", "tokenizer.model") if (source / name).is_file()), None)
+
+
+def _has_old_tokenizer(kind: str, source: Path) -> bool:
+    names = {"bert": ("vocab.txt",), "gpt2": ("vocab.json", "merges.txt")}.get(kind, ())
+    return bool(names) and all((source / name).is_file() for name in names)
+
+
+def make_tokenizer(kind: str, source: Path, folder: Path) -> None:
+    """Write the tokenizer.json of a model that came with the files from before there were any. Raises ConvertError."""
+    try:
+        if kind == "bert":
+            settings = read_json(source / "tokenizer_config.json") if (source / "tokenizer_config.json").is_file() else {}
+            made: Any = BertWordPieceTokenizer(str(source / "vocab.txt"), lowercase=settings.get("do_lower_case", True))
+        else:
+            made = ByteLevelBPETokenizer(str(source / "vocab.json"), str(source / "merges.txt"))
+            made.add_special_tokens([END_OF_DOCUMENT])
+    except Exception as error:  # tokenizers raises bare Exception for every fault of a file
+        raise ConvertError(f"the tokenizer's files in {source} can't be read: {error}") from None
+    made.save(str(folder / "tokenizer.json"))
+
+
+def _run_config(
+    model: dict[str, Any], transformer: dict[str, Any], hf: dict[str, Any], source: Path, out: Path
+) -> RunConfig:
     """A whole configuration around the two sections: a place to start from. Raises ConvertError for sizes that can't be."""
     length = min(model["max_position_embeddings"], 1024)
     data: dict[str, Any] = {"train": ["data/train"], "seq_length": length}
     if model["family"] == "t5":
         data["decoder_seq_length"] = min(length, t5_lengths(length, 0.15, 3.0)[1])
-    found = [name for name in ("tokenizer.json", "spiece.model", "tokenizer.model") if (source / name).is_file()]
-    if found or model["family"] != "gpt":
-        data["tokenizer"] = str(out / (found[0] if found else "tokenizer.json"))
+    found = _found_tokenizer(source)
+    if found or model["family"] != "gpt" or _has_old_tokenizer(str(hf["model_type"]), source):
+        data["tokenizer"] = str(out / (found or "tokenizer.json"))
+    end = hf.get("eos_token_id")  # Llama 3 has several: the first ends a text
+    end = end[0] if isinstance(end, list) and end else end
+    if model["family"] == "gpt" and isinstance(end, int) and end < model["vocab_size"]:
+        data["eod_token"] = end
     tree = {
         "run": {"name": re.sub(r"[^\w.\-]", "-", out.name) or "converted"},
         "model": model,

@@ -171,7 +171,7 @@ def _read_rope(rope: dict[str, Any], keys: _Keys) -> dict[str, Any] | None:
         found["attention_factor"] = float(rope.pop("attention_factor"))
     original = rope.pop("original_max_position_embeddings", None)
     if kind != "linear":
-        found["original_max_position_embeddings"] = original or keys.left.get("max_position_embeddings")
+        found["original_max_position_embeddings"] = original
     keys.problems += [f"rope {name}: {value!r} is not supported" for name, value in rope.items() if value is not None]
     return found
 

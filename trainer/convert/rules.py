@@ -180,8 +180,11 @@ def _bert(config: RunConfig) -> Iterator[Rule]:
         if config.model.sentence_head is not None:
             yield plain(f"sentence_head.pooler_{kind}", f"bert.pooler.dense.{kind}")
             yield plain(f"sentence_head.{kind}", f"cls.seq_relationship.{kind}")
-    yield vocabulary("output_layer.bias", "cls.predictions.bias", *_sizes(config))
-    if not config.model.share_embeddings_and_output_weights:
+    if config.model.share_embeddings_and_output_weights:
+        yield vocabulary("output_layer.bias", "cls.predictions.bias", *_sizes(config))
+    else:  # HF then has a second bias that nothing reads; it gets the same values
+        rule = vocabulary("output_layer.bias", "cls.predictions.decoder.bias", *_sizes(config))
+        yield Rule(rule.ours, (*rule.theirs, "cls.predictions.bias"), rule.join, lambda whole: rule.split(whole) * 2)
         yield vocabulary("output_layer.weight", "cls.predictions.decoder.weight", *_sizes(config))
 
 

@@ -62,7 +62,10 @@ class SafetensorsFolder:
         self.folder = folder
         index, single = folder / _INDEX, folder / "model.safetensors"
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            try:
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+                raise ConvertError(f"{index} can't be read: {error!r}") from None
         elif single.is_file():
             names = [single.name]
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +13,15 @@ from trainer.errors import ConvertError
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into; it gets the name when the block ends well, and is removed when it does not.
+    """A new folder beside `out` to write into; it gets the name when the block ends well, and is removed when it does not.
 
     Raises ConvertError where something is at `out` already.
     """
     if out.exists():
         raise ConvertError(f"{out} is there already; choose another folder, or remove it")
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.partial-", dir=out.parent))
+    partial.chmod(0o755)  # what mkdtemp makes is for its owner alone
     try:
         yield partial
         partial.rename(out)

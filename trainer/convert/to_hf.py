@@ -11,12 +11,13 @@ import torch
 
 from configs.run import RunConfig
 from trainer.checkpoint import ParameterReader, newest_checkpoint, read_state
-from trainer.convert.from_hf import HF_CONFIG, TOKENIZER_FILES, parameter_shapes, read_json
+from trainer.convert.from_hf import COMPANION_FILES, HF_CONFIG, parameter_shapes, read_json
 from trainer.convert.rules import Rule, rules_of
 from trainer.convert.safetensors_file import DTYPES, SafetensorsWriter
 from trainer.convert.staging import staged
 from trainer.convert.write_config import hf_type_of, write_hf_config
 from trainer.data.tokenizer import SPECIAL_TOKENS, load_tokenizer
+from trainer.errors import ConvertError
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # What HF calls the kinds of special tokens: in config.json, and in tokenizer_config.json.
@@ -40,7 +41,10 @@ def convert_to_hf(
     """
     path, out = newest_checkpoint(source), Path(out)
     config = RunConfig.model_validate(read_state(path)["config"])
-    origin = read_json(path / HF_CONFIG) if (path / HF_CONFIG).is_file() else {}
+    if tokenizer is not None and not Path(tokenizer).is_file():
+        raise ConvertError(f"tokenizer {tokenizer} is missing")
+    home = _home(path, config, tokenizer)
+    origin = read_json(home / HF_CONFIG) if (home / HF_CONFIG).is_file() else {}
     written = write_hf_config(config)
     chosen = DTYPES[dtype] if dtype else _origin_dtype(origin)
     rules = rules_of(config, hf_type_of(config))
@@ -53,6 +57,12 @@ def convert_to_hf(
             written["decoder_start_token_id"] = written["pad_token_id"]  # what T5's decoder starts from
         (folder / "config.json").write_text(json.dumps(written, indent=1))
     return written
+
+
+def _home(path: Path, config: RunConfig, given: str | None) -> Path:
+    """The folder that an HF model's own files are in: the checkpoint, or that of the tokenizer a run was trained with."""
+    source = given or config.data.tokenizer
+    return path if given is None and (path / HF_CONFIG).is_file() else Path(source).parent if source else path
 
 
 def _origin_dtype(origin: dict[str, Any]) -> torch.dtype:
@@ -95,12 +105,13 @@ def _write_tensors(
 def _write_tokenizer(folder: Path, path: Path, config: RunConfig, given: str | None) -> dict[str, int]:
     """The tokenizer's files: those that came with the HF model, or what AutoTokenizer needs beside a tokenizer.json. The ids of
     its special tokens, by config.json's names."""
-    own = [name for name in TOKENIZER_FILES if (path / name).is_file()]
-    source = given or config.data.tokenizer
-    if own and given is None:
+    home = _home(path, config, given)
+    own = [name for name in COMPANION_FILES if (home / name).is_file()]
+    if "tokenizer_config.json" in own or (home / HF_CONFIG).is_file():
         for name in own:
-            shutil.copyfile(path / name, folder / name)
+            shutil.copyfile(home / name, folder / name)
         return {}
+    source = given or config.data.tokenizer
     if source is None or not Path(source).is_file():
         return {}
     tokenizer, names, ids = load_tokenizer(source), dict[str, Any](), dict[str, int]()

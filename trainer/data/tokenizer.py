@@ -161,10 +161,12 @@ def vocabulary_of(tokenizer: TextTokenizer, family: str, path: str) -> Vocabular
     """The vocabulary of a tokenizer; `path` names it in messages."""
     tokens = [tokenizer.id_to_token(n) or "" for n in range(tokenizer.get_vocab_size())]
     names = {name for kinds in SPECIAL_TOKENS.values() for names in kinds.values() for name in names}
+    if isinstance(tokenizer, Tokenizer):
+        names |= {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     special = np.array([token in names or token.startswith("<extra_id_") or not token for token in tokens])
-    # A word's first piece is marked by byte-level BPE and SentencePiece, every other one by WordPiece.
-    if any(token.startswith("##") for token in tokens):
-        continues = np.array([token.startswith("##") for token in tokens])
+    # WordPiece marks every piece of a word but the first; byte-level BPE and SentencePiece mark the first, by its space.
+    if isinstance(tokenizer, Tokenizer) and isinstance(tokenizer.model, models.WordPiece):
+        continues = np.array([token.startswith(tokenizer.model.continuing_subword_prefix) for token in tokens])
     else:
         continues = np.array([not token.startswith(("\u0120", "\u010a", "\u2581")) for token in tokens])
     return Vocabulary(tokenizer, family, path, special, continues, np.flatnonzero(~special))

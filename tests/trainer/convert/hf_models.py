@@ -64,6 +64,10 @@ def _bert_masked_lm() -> Any:
     return transformers.BertForMaskedLM(_bert_config(hidden_act="gelu_new", type_vocab_size=3))
 
 
+def _bert_untied() -> Any:
+    return transformers.BertForMaskedLM(_bert_config(tie_word_embeddings=False))
+
+
 def _t5_config(**changes: Any) -> Any:
     return transformers.T5Config(
         vocab_size=VOCABULARY, d_model=HIDDEN, d_kv=12, d_ff=96, num_layers=LAYERS, num_decoder_layers=2, num_heads=HEADS,
@@ -81,7 +85,7 @@ def _t5_v11() -> Any:
 
 MODELS = {
     "gpt2": _gpt2, "gpt2-untied": _gpt2_untied, "llama": _llama, "llama-biased": _llama_biased, "qwen2": _qwen2,
-    "bert": _bert, "bert-masked-lm": _bert_masked_lm, "t5": _t5, "t5-v1.1": _t5_v11,
+    "bert": _bert, "bert-masked-lm": _bert_masked_lm, "bert-untied": _bert_untied, "t5": _t5, "t5-v1.1": _t5_v11,
 }  # fmt: skip
 
 
@@ -92,6 +96,8 @@ def save(name: str, folder: Path) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
+        if name == "bert-untied":  # the one that is read, and the one that is not
+            model.cls.predictions.bias.copy_(model.cls.predictions.decoder.bias)
     model.save_pretrained(folder)
     return model.eval()
 
