@@ -32,11 +32,12 @@ from trainer.setup import make_model
 COMPANION_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
                    "merges.txt", "vocab.txt", "spiece.model", "tokenizer.model", "generation_config.json")  # fmt: skip
 HF_CONFIG = "hf_config.json"  # kept, so that ids of special tokens and the dtype find the way back
-# What files hold beside parameters: buffers of old versions, and a table that old T5 files have by mistake (trap N28).
+# What files hold beside parameters: buffers of old versions, and a table that old T5 files have by mistake.
 _NO_PARAMETERS = re.compile(
     r"(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq|embeddings\.(position_ids|token_type_ids)"
     r"|EncDecAttention\.relative_attention_bias\.weight)$"
 )
+# Other names of the same parameter, where the output layer is tied; and in any case; and what a base model's names lack in front.
 _TIED = {
     "gpt2": {"lm_head.weight": "transformer.wte.weight"},
     "llama": {"lm_head.weight": "model.embed_tokens.weight"},
@@ -47,11 +48,7 @@ _TIED = {
     },
     "t5": {"lm_head.weight": "shared.weight"},
 }
-# Other names of the same parameter, whether the output layer is tied or not; and what a base model's names lack in front.
-_SAME = {
-    "t5": {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
-}
-
+_SAME = {"t5": {"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"}}
 _PREFIXES = {
     "gpt2": ("transformer.", ("wte.", "wpe.", "h.", "ln_f.")),
     "llama": ("model.", ("embed_tokens.", "layers.", "norm.")),
@@ -115,10 +112,11 @@ class _Tensors:
 
     def resolve(self, tied: bool) -> None:
         """Leave one name of each shared parameter: files may have either, or both. Raises ConvertError where both differ."""
-        if self.kind == "bert" and not tied and "cls.predictions.bias" in self.names:
-            self.names.setdefault("cls.predictions.decoder.bias", self.names["cls.predictions.bias"])
-        if self.kind == "bert" and not tied and "cls.predictions.decoder.bias" in self.names:
-            self.names.setdefault("cls.predictions.bias", self.names["cls.predictions.decoder.bias"])
+        if self.kind == "bert" and not tied:  # two biases, of which HF reads the decoder's: a file may have only one
+            used, unused = "cls.predictions.decoder.bias", "cls.predictions.bias"
+            for name, other in ((used, unused), (unused, used)):
+                if other in self.names:
+                    self.names.setdefault(name, self.names[other])
         same = _SAME.get(self.kind, {}) | (_TIED[self.kind] if tied else {})
         for other, name in same.items():
             if other not in self.names:
