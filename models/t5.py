@@ -21,8 +21,8 @@ from models.transformer_layer import LayerInputs
 class T5Model(LanguageModel):
     """An encoder and a decoder over the same kind of layer, each with its table of relative positions.
 
-    Dropped is what is dropped in every model here: what enters a stack, attention weights, what each sub-block adds. (T5's own code
-    also drops inside the MLP and after the last norm.)
+    Dropped is what is dropped in every model here: what enters a stack, attention weights, what each sub-block adds. (T5's own
+    code also drops inside the MLP and after the last norm.)
     """
 
     def __init__(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 VOCABULARY, LAYERS, HIDDEN, HEADS = 301, 3, 64, 4
@@ -85,7 +87,7 @@ def _t5_v11() -> Any:
 
 MODELS = {
     "gpt2": _gpt2, "gpt2-untied": _gpt2_untied, "llama": _llama, "llama-biased": _llama_biased, "qwen2": _qwen2,
-    "bert": _bert, "bert-masked-lm": _bert_masked_lm, "bert-untied": _bert_untied, "t5": _t5, "t5-v1.1": _t5_v11,
+    "bert": _bert, "bert-masked-lm": _bert_masked_lm, "bert-untied": _bert_untied, "t5": _t5, "t5-v1.1": _t5_v11, "t5-untied": _t5_v11,
 }  # fmt: skip
 
 
@@ -99,7 +101,18 @@ def save(name: str, folder: Path) -> Any:
         if name == "bert-untied":  # the one that is read, and the one that is not
             model.cls.predictions.bias.copy_(model.cls.predictions.decoder.bias)
     model.save_pretrained(folder)
-    return model.eval()
+    return _untie_t5(folder) if name == "t5-untied" else model.eval()
+
+
+def _untie_t5(folder: Path) -> Any:
+    """The saved model as T5 v1.1's files are: an output layer of its own. (transformers 5 ties it wherever a file doesn't differ.)"""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = 0.1 * torch.randn_like(tensors["shared.weight"])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    del config["scale_decoder_outputs"]
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    return load(folder)
 
 
 def load(folder: Path) -> Any:
