@@ -21,6 +21,7 @@ from trainer.compare.turns import Budget, Pair
 
 # What may differ between two arms whose losses can still be compared: how a step is computed, not what.
 SAME_LOSSES = (*FUSION_KEYS, "training.compile_layers", "training.micro_batch_size", "transformer.attention_backend")
+LEAK_BYTES = 16 << 10  # left behind by every step: Python's own objects come and go by less
 _SAME_LOSSES_SECTIONS = ("run", "parallel", "checkpoint", "logging")
 
 

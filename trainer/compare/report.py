@@ -13,12 +13,11 @@ from trainer.compare.arms import FUSION_KEYS
 from trainer.compare.attribution import attribution
 from trainer.compare.conductor import Measured
 from trainer.compare.parity import judge
-from trainer.compare.plan import ComparisonPlan, differences, other_losses
+from trainer.compare.plan import LEAK_BYTES, ComparisonPlan, differences, other_losses
 from trainer.compare.statistics import CONFIDENCE, EQUIVALENCE, Estimate, corrected, estimate
 from trainer.compare.turns import Pair
 
 MEMORY_EQUIVALENCE = 0.005
-LEAK_BYTES = 16 << 10  # of every step: Python's own objects come and go by less
 
 
 def make_report(plan: ComparisonPlan, measured: Measured, command: list[str]) -> dict[str, Any]:
