@@ -18,7 +18,7 @@ from fusions.registry import REFERENCE, Facts, FusionPlan, Request, resolve
 Times = dict[str, dict[str, float]]
 ENCODER, DECODER = "encoder.", "decoder."
 OUTPUT, LM_TRANSFORM = "output_layer", "lm_transform"
-MLP_RESIDUAL = "mlp_bda + next layernorm"
+CROSS_ATTENTION_RESIDUAL, MLP_RESIDUAL = "cross_attn_bda + pre_mlp_layernorm", "mlp_bda + next layernorm"
 OPTIMIZER_FLAG = "optimizer.fusion"
 
 
@@ -46,11 +46,6 @@ def fusion_requests(config: RunConfig, machine: Machine, times: Times | None = N
 def self_attention_residual(cross_attention: bool) -> str:
     """The site of the add after self-attention and the norm that follows."""
     return f"self_attn_bda + {'pre_cross_attn_layernorm' if cross_attention else 'pre_mlp_layernorm'}"
-
-
-def cross_attention_residual() -> str:
-    """The site of the add after cross-attention and the norm that follows."""
-    return "cross_attn_bda + pre_mlp_layernorm"
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,7 @@ class _StackSites(_Sites):
             "dropout": self.tf.hidden_dropout,
             "normalization": self.tf.normalization,
         }
-        sites = [self.attention_residual, *([cross_attention_residual()] if self.cross else []), MLP_RESIDUAL]
+        sites = [self.attention_residual, *([CROSS_ATTENTION_RESIDUAL] if self.cross else []), MLP_RESIDUAL]
         return [self.request("residual_norm_fusion", site, "residual_norm", self.hidden, **options) for site in sites]
 
     def residuals_and_norms(self, fused: set[str]) -> list[Request]:
@@ -162,12 +157,11 @@ class _StackSites(_Sites):
             flag, operation = "bias_dropout_fusion", "bias_dropout_add"
             return self.request(flag, site, operation, self.hidden, idle=done(part_of), **add)
 
-        after_mlp, after_cross = done(MLP_RESIDUAL), done(cross_attention_residual())
+        after_mlp, after_cross = done(MLP_RESIDUAL), done(CROSS_ATTENTION_RESIDUAL)
         before_mlp = after_cross if self.cross else done(self.attention_residual)
-        cross = cross_attention_residual()
         return [
             bda("self_attn_bda", self.attention_residual),
-            *([bda("cross_attn_bda", cross)] if self.cross else []),
+            *([bda("cross_attn_bda", CROSS_ATTENTION_RESIDUAL)] if self.cross else []),
             bda("mlp_bda", MLP_RESIDUAL),
             self.norm("input_layernorm"),
             *([self.norm("pre_cross_attn_layernorm", done(self.attention_residual))] if self.cross else []),

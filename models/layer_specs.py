@@ -11,17 +11,17 @@ from torch import Tensor
 
 from configs.transformer import TransformerConfig
 from fusions.catalogue import OPERATIONS
-from fusions.registry import REFERENCE, BoundFusion, Counters, FusionPlan, TracedFusion
+from fusions.registry import REFERENCE, BoundFusion, Counters, Decision, FusionPlan, TracedFusion
 from models.attention import CrossAttention, CrossAttentionSubmodules, SelfAttention, SelfAttentionSubmodules
 from models.core_attention import SDPAttention, UnfusedAttention
 from models.fusion_sites import (
+    CROSS_ATTENTION_RESIDUAL,
     DECODER,
     ENCODER,
     LM_TRANSFORM,
     MLP_RESIDUAL,
     OUTPUT,
     activation_operation,
-    cross_attention_residual,
     head_activation,
     self_attention_residual,
 )
@@ -89,7 +89,9 @@ def t5_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters, com
     return T5Spec(encoder, decoder, *_loss(plan, counters))
 
 
-def _block(config: TransformerConfig, bind: _Binder, *, causal: bool, cross_attention: bool = False) -> Any:
+def _block(
+    config: TransformerConfig, bind: _Binder, *, causal: bool, cross_attention: bool = False
+) -> TransformerBlockSubmodules:
     """The slots of one stack."""
     attention = SelfAttentionSubmodules(
         bind.linear(ColumnParallelLinear, "linear_qkv"),
@@ -113,7 +115,7 @@ def _block(config: TransformerConfig, bind: _Binder, *, causal: bool, cross_atte
         slots = {
             "pre_cross_attn_layernorm": bind.norm("pre_cross_attn_layernorm"),
             "cross_attention": ModuleSpec(CrossAttention, submodules=cross),
-            "cross_attn_add": bind.add("cross_attn_bda", cross_attention_residual()),
+            "cross_attn_add": bind.add("cross_attn_bda", CROSS_ATTENTION_RESIDUAL),
         }
     layer = TransformerLayerSubmodules(
         input_layernorm=bind.norm(_FIRST_NORM),
@@ -145,7 +147,7 @@ class _Binder:
         self.plan, self.counters, self.traced, self.stack = plan, counters, traced, stack
         self.bound: list[TracedFusion] = []
 
-    def decision(self, flag: str, site: str) -> Any:
+    def decision(self, flag: str, site: str) -> Decision:
         return self.plan.decision(flag, self.stack + site)
 
     def __call__(self, flag: str, site: str, operation: str = "") -> BoundFusion:

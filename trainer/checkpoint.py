@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from configs.load import LoadedConfig
@@ -191,7 +192,7 @@ def compare_configs(saved: dict[str, Any], config: RunConfig, allow_data_change:
     The rule: architecture must match; what decides the data order must, unless checkpoint.allow_data_change; everything
     else (optimizer, schedule, dropout, fusions, parallel sizes) comes from the new configuration alone.
     """
-    before, now = _flatten(saved), _flatten(config.model_dump())
+    before, now = _flatten(_with_defaults(saved, RunConfig)), _flatten(config.model_dump())
     refused, changed = [], []
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)
@@ -208,6 +209,17 @@ def compare_configs(saved: dict[str, Any], config: RunConfig, allow_data_change:
             "training.* differ, checkpoint.allow_data_change=true (samples may then repeat or be left out)"
         )
     return changed
+
+
+def _with_defaults(saved: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:
+    """A saved section with the keys that came after it was written: it was trained as their defaults say."""
+    filled = dict(saved)
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            filled[name] = _with_defaults(saved.get(name, {}), field.annotation)
+        elif name not in saved and not field.is_required():
+            filled[name] = field.get_default(call_default_factory=True)
+    return filled
 
 
 def _flatten(tree: dict[str, Any], at: str = "") -> dict[str, Any]:

@@ -101,6 +101,29 @@ def test_C11_C13_files_are_safetensors_and_json_with_keys_of_the_plain_model(tin
     train(job(tiny, "training.train_iters=2", "transformer.persist_layer_norm=false"))  # fusions may change
 
 
+def test_a_checkpoint_from_before_a_key_was_there_is_resumed_with_its_default(tiny: Path) -> None:
+    train(job(tiny, "training.train_iters=2"))
+    (path,) = complete_checkpoints(tiny / "run" / "checkpoints")
+    state = json.loads((path / "state.json").read_text())
+    del state["config"]["model"]["num_token_types"], state["config"]["transformer"]["attention_scale"]
+    del state["config"]["data"]["max_ngram"]
+    (path / "state.json").write_text(json.dumps(state))
+    marker = json.loads((path / "complete.json").read_text())
+    marker["files"]["state.json"] = (path / "state.json").stat().st_size
+    (path / "complete.json").write_text(json.dumps(marker))
+    train(job(tiny, "training.train_iters=3"))
+    with pytest.raises(CheckpointError, match="transformer.attention_scale: None in the checkpoint, 1.0 now"):
+        train(
+            job(
+                tiny,
+                "training.train_iters=4",
+                "transformer.attention_scale=1.0",
+                f"checkpoint.load={path}",
+                f"run.directory={tiny}/x",
+            )
+        )
+
+
 @pytest.mark.parametrize("layers", [2, 4])
 def test_C12_a_checkpoint_of_another_depth_names_the_keys(tiny: Path, layers: int) -> None:
     train(job(tiny, "training.train_iters=1"))

@@ -43,26 +43,26 @@ def convert_to_hf(
     config = RunConfig.model_validate(read_state(path)["config"])
     if tokenizer is not None and not Path(tokenizer).is_file():
         raise ConvertError(f"tokenizer {tokenizer} is missing")
-    home = _home(path, config, tokenizer)
+    home = _home(path, config)
     origin = read_json(home / HF_CONFIG) if (home / HF_CONFIG).is_file() else {}
     written = write_hf_config(config)
     chosen = DTYPES[dtype] if dtype else _origin_dtype(origin)
     rules = rules_of(config, hf_type_of(config))
     with staged(out) as folder:
         _write_tensors(folder, path, rules, parameter_shapes(config), chosen, shard_bytes)
-        tokens = _write_tokenizer(folder, path, config, tokenizer)
         kept = {key: value for key, value in origin.items() if key.endswith("_token_id") and value is not None}
-        written |= {"dtype": _DTYPE_NAMES[chosen], **tokens, **kept}
+        tokens = _write_tokenizer(folder, home, config, tokenizer)
+        written |= {"dtype": _DTYPE_NAMES[chosen], **kept, **tokens}
         if config.model.family == "t5" and "pad_token_id" in written:
             written["decoder_start_token_id"] = written["pad_token_id"]  # what T5's decoder starts from
         (folder / "config.json").write_text(json.dumps(written, indent=1))
     return written
 
 
-def _home(path: Path, config: RunConfig, given: str | None) -> Path:
-    """The folder that an HF model's own files are in: the checkpoint, or that of the tokenizer a run was trained with."""
-    source = given or config.data.tokenizer
-    return path if given is None and (path / HF_CONFIG).is_file() else Path(source).parent if source else path
+def _home(path: Path, config: RunConfig) -> Path:
+    """The folder that the files of an HF model are in, where there was one: the checkpoint, or that of the run's tokenizer."""
+    source = config.data.tokenizer
+    return path if (path / HF_CONFIG).is_file() or source is None else Path(source).parent
 
 
 def _origin_dtype(origin: dict[str, Any]) -> torch.dtype:
@@ -102,12 +102,12 @@ def _write_tensors(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def _write_tokenizer(folder: Path, path: Path, config: RunConfig, given: str | None) -> dict[str, int]:
+def _write_tokenizer(folder: Path, home: Path, config: RunConfig, given: str | None) -> dict[str, int]:
     """The tokenizer's files: those that came with the HF model, or what AutoTokenizer needs beside a tokenizer.json. The ids of
     its special tokens, by config.json's names."""
-    home = _home(path, config, given)
+    home = home if given is None else Path(given).parent
     own = [name for name in COMPANION_FILES if (home / name).is_file()]
-    if "tokenizer_config.json" in own or (home / HF_CONFIG).is_file():
+    if "tokenizer_config.json" in own or (given is None and (home / HF_CONFIG).is_file()):
         for name in own:
             shutil.copyfile(home / name, folder / name)
         return {}

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fusions.random import DropoutKeys
+
+IGNORED = -100  # the label of what is not to be predicted
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,21 @@ class T5Batch(Batch):
         masks = self.attention_mask, None
         losses = model(self.tokens, self.decoder_tokens, *masks, self.labels, keys)  # [b, sd]
         return {"lm": (losses * self.loss_mask).sum()}
+
+
+def padded(values: np.ndarray, length: int, filler: int) -> np.ndarray:
+    """int64 [length]: the values, then the filler."""
+    return np.concatenate([values, np.full(length - len(values), filler)]).astype(np.int64)
+
+
+def stacked(samples: Sequence[Any], *names: str) -> tuple[Tensor, ...]:
+    """Each of these arrays of all samples, [b, ...]."""
+    return tuple(torch.from_numpy(np.stack([getattr(sample, name) for sample in samples])) for name in names)
+
+
+def padding_mask(samples: Sequence[Any], width: int) -> Tensor:
+    """Boolean [b, 1, 1, width], True beyond each sample's `length`: an attention mask."""
+    return (torch.arange(width) >= torch.tensor([sample.length for sample in samples])[:, None])[:, None, None]
 
 
 def total_counts(batches: Sequence[Batch]) -> dict[str, float]:

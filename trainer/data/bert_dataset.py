@@ -9,6 +9,7 @@ number of the sample in the run alone: it is the same on every rank and after a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,14 +17,12 @@ import numpy as np
 import torch
 
 from configs.run import DataConfig, RunConfig
-from trainer.data.batch import BertBatch
+from trainer.data.batch import IGNORED, BertBatch, padded, padding_mask, stacked
 from trainer.data.indexed_dataset import IndexedDataset
 from trainer.data.sample_index import RangeIndex, cached_ranges, pair_ranges, span_ranges
 from trainer.data.sources import TrainingSet, ValidationSet, check_ids
 from trainer.data.tokenizer import Vocabulary, load_vocabulary
 from trainer.errors import DataError
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def bert_training_set(config: RunConfig, cache: str | Path) -> TrainingSet:
 
     def index(dataset: IndexedDataset) -> RangeIndex:
         _require_two_documents(config, dataset)
-        return cached_ranges(dataset, _kind(config), _room(config), config.training.seed, cache)
+        return cached_ranges(dataset, _ranges(config), _room(config), config.training.seed, cache)
 
     return TrainingSet(config.data.sources("train"), index, BertReader(config, config.training.seed))
 
@@ -53,8 +52,7 @@ def bert_validation_set(config: RunConfig) -> ValidationSet:
 
     def index(dataset: IndexedDataset) -> RangeIndex:
         _require_two_documents(config, dataset)
-        make = pair_ranges if _kind(config) == "pairs" else span_ranges
-        return RangeIndex(make(dataset, _room(config)), 0)
+        return RangeIndex(_ranges(config)(dataset, _room(config)), 0)
 
     return ValidationSet(config.data.sources("valid"), index, BertReader(config, 0))
 
@@ -65,8 +63,8 @@ def _require_two_documents(config: RunConfig, dataset: IndexedDataset) -> None:
         raise DataError(f"{dataset.prefix}.bin has only one document with text, so no sentence can come from another one")
 
 
-def _kind(config: RunConfig) -> str:
-    return "spans" if config.model.sentence_head is None else "pairs"
+def _ranges(config: RunConfig) -> Callable[[IndexedDataset, int], np.ndarray]:
+    return span_ranges if config.model.sentence_head is None else pair_ranges
 
 
 def _room(config: RunConfig) -> int:
@@ -98,10 +96,9 @@ class BertReader:
         tokens, token_types = self._join(segments)
         check_ids(tokens, self.vocab_size, dataset, sample)
         masked, labels = mask_tokens(tokens, self.vocabulary, self.mask, self.data, random)
-        length = len(tokens)
-        return BertSample(
-            self._padded(masked, self.pad), self._padded(labels, IGNORED), self._padded(token_types, 0), length, sentence
-        )
+        whole = self.seq_length
+        arrays = padded(masked, whole, self.pad), padded(labels, whole, IGNORED), padded(token_types, whole, 0)
+        return BertSample(*arrays, len(tokens), sentence)
 
     def _pair(
         self, dataset: IndexedDataset, sentences: np.ndarray, random: np.random.Generator
@@ -136,9 +133,6 @@ class BertReader:
             pieces += [segment.astype(np.int64), np.array([self.sep])]
             types.append(np.full(len(segment) + 1, kind))
         return np.concatenate(pieces), np.concatenate(types)
-
-    def _padded(self, values: np.ndarray, filler: int) -> np.ndarray:
-        return np.concatenate([values, np.full(self.seq_length - len(values), filler)]).astype(np.int64)
 
 
 def truncate_pair(first: np.ndarray, second: np.ndarray, room: int, random: np.random.Generator) -> list[np.ndarray]:
@@ -204,13 +198,10 @@ def make_bert_batch(
     samples: list[BertSample], places: list[int], data: DataConfig, counted: list[bool] | None = None
 ) -> BertBatch:
     """A batch of samples at these places of the global batch; `counted` False: no loss (padding of a batch)."""
-    tokens, labels, types = (
-        torch.from_numpy(np.stack([getattr(s, name) for s in samples])) for name in ("tokens", "labels", "token_types")
-    )
+    tokens, labels, types = stacked(samples, "tokens", "labels", "token_types")
     weight = torch.ones(len(samples)) if counted is None else torch.tensor(counted, dtype=torch.float32)
     loss_mask = (labels != IGNORED).float() * weight[:, None]
-    lengths = torch.tensor([s.length for s in samples])
-    padding = torch.arange(tokens.shape[1]) >= lengths[:, None]
+    padding = padding_mask(samples, tokens.shape[1])
     sentences = [s.sentence for s in samples if s.sentence is not None]
     pair = {"sentence_labels": torch.tensor(sentences), "counted": weight} if sentences else {}
-    return BertBatch(torch.tensor(places), tokens, labels, loss_mask, types, padding[:, None, None], **pair)
+    return BertBatch(torch.tensor(places), tokens, labels, loss_mask, types, padding, **pair)

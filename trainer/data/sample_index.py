@@ -119,10 +119,11 @@ def pair_ranges(dataset: IndexedDataset, room: int) -> np.ndarray:
     return np.array(found, np.int64)
 
 
-def cached_ranges(dataset: IndexedDataset, kind: str, room: int, seed: int, cache: str | Path) -> RangeIndex:
-    """The ranges from `cache`, or built and put there. `kind`: spans or pairs."""
-    make = {"spans": span_ranges, "pairs": pair_ranges}[kind]
-    saved = _cached(dataset, f"{kind}|{room}|v1", cache, lambda: {"ranges": make(dataset, room)})
+def cached_ranges(
+    dataset: IndexedDataset, make: Callable[[IndexedDataset, int], np.ndarray], room: int, seed: int, cache: str | Path
+) -> RangeIndex:
+    """The ranges that `make` (span_ranges, pair_ranges) gives, from `cache`, or built and put there."""
+    saved = _cached(dataset, f"{make.__name__}|{room}|v1", cache, lambda: {"ranges": make(dataset, room)})
     return RangeIndex(saved["ranges"], seed)
 
 

@@ -1,6 +1,6 @@
 """Samples out of one or several .bin/.idx pairs. What a sample is made of is said by an `index` and a `read` function:
 
-index(dataset) -> SampleIndex or PairIndex       len(index); index.sample(number): the number-th of an endless run
+index(dataset) -> SampleIndex or RangeIndex      len(index); index.sample(number): the number-th of an endless run
 read(dataset, index, sample, number) -> sample   `number` seeds what is drawn at random (masks): each epoch draws anew
 """
 

@@ -18,14 +18,12 @@ import torch
 
 from configs.families import t5_lengths, t5_spans
 from configs.run import DataConfig, RunConfig
-from trainer.data.batch import T5Batch
+from trainer.data.batch import IGNORED, T5Batch, padded, padding_mask, stacked
 from trainer.data.gpt_dataset import read_sample
 from trainer.data.indexed_dataset import IndexedDataset
 from trainer.data.sample_index import SampleIndex, build_sample_index, cached_sample_index
 from trainer.data.sources import TrainingSet, ValidationSet
 from trainer.data.tokenizer import load_vocabulary
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,9 @@ class T5Reader:
         length = self.data.decoder_seq_length or 0
         before = np.concatenate([[self.pad], targets[:-1]])  # the decoder starts from padding, as T5's does
         return T5Sample(
-            _padded(tokens, self.data.seq_length, self.pad),
-            _padded(before, length, self.pad),
-            _padded(targets, length, IGNORED),
+            padded(tokens, self.data.seq_length, self.pad),
+            padded(before, length, self.pad),
+            padded(targets, length, IGNORED),
             len(tokens),
         )
 
@@ -105,20 +103,13 @@ def corrupt(
     return np.concatenate([*encoder, [end]]), np.concatenate([*targets, [end]])
 
 
-def _padded(values: np.ndarray, length: int, filler: int) -> np.ndarray:
-    return np.concatenate([values, np.full(length - len(values), filler)]).astype(np.int64)
-
-
 def make_t5_batch(
     samples: list[T5Sample], places: list[int], data: DataConfig, counted: list[bool] | None = None
 ) -> T5Batch:
     """A batch of samples at these places of the global batch; `counted` False: no loss (padding of a batch)."""
-    tokens, decoder_tokens, labels = (
-        torch.from_numpy(np.stack([getattr(s, name) for s in samples])) for name in ("tokens", "decoder_tokens", "labels")
-    )
+    tokens, decoder_tokens, labels = stacked(samples, "tokens", "decoder_tokens", "labels")
     loss_mask = (labels != IGNORED).float()
     if counted is not None:
         loss_mask *= torch.tensor(counted, dtype=torch.float32)[:, None]
-    lengths = torch.tensor([s.length for s in samples])
-    padding = torch.arange(tokens.shape[1]) >= lengths[:, None]
-    return T5Batch(torch.tensor(places), tokens, decoder_tokens, labels, loss_mask, padding[:, None, None])
+    padding = padding_mask(samples, tokens.shape[1])
+    return T5Batch(torch.tensor(places), tokens, decoder_tokens, labels, loss_mask, padding)

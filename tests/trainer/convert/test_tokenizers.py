@@ -114,3 +114,15 @@ def test_a_tokenizer_that_is_asked_for_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="nope.json is missing"):
         convert_to_hf(tmp_path / "ours", tmp_path / "back", tokenizer=str(tmp_path / "nope.json"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "ours"]
+
+
+def test_a_tokenizer_of_ones_own_takes_the_place_of_the_models_and_nothing_else(tmp_path: Path) -> None:
+    save("llama", tmp_path / "fp32").to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    tokenizer_of("llama").save_pretrained(tmp_path / "hf")
+    convert_from_hf(tmp_path / "hf", tmp_path / "ours")
+    (tmp_path / "own").mkdir()
+    train_tokenizer(texts(40), 280, "gpt", "bpe").save(str(tmp_path / "own" / "tokenizer.json"))
+    written = convert_to_hf(tmp_path / "ours", tmp_path / "back", tokenizer=str(tmp_path / "own" / "tokenizer.json"))
+    assert written["dtype"] == "bfloat16" and written["eos_token_id"] == written["bos_token_id"] == 0
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert len(again) == 280 and again.eos_token == "<|endoftext|>"
