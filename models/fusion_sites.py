@@ -18,7 +18,7 @@ from fusions.registry import REFERENCE, Facts, FusionPlan, Request, resolve
 Times = dict[str, dict[str, float]]
 ENCODER, DECODER = "encoder.", "decoder."
 OUTPUT, LM_TRANSFORM = "output_layer", "lm_transform"
-CROSS_ATTENTION_RESIDUAL, MLP_RESIDUAL = "cross_attn_bda + pre_mlp_layernorm", "mlp_bda + next layernorm"
+CROSS_ATTENTION_RESIDUAL, MLP_RESIDUAL = "cross_attn_bda + pre_mlp_layernorm", "mlp_bda + output_layernorm"
 OPTIMIZER_FLAG = "optimizer.fusion"
 
 
@@ -166,7 +166,7 @@ class _StackSites(_Sites):
             self.norm("input_layernorm"),
             *([self.norm("pre_cross_attn_layernorm", done(self.attention_residual))] if self.cross else []),
             self.norm("pre_mlp_layernorm", before_mlp),
-            self.norm("final_layernorm", after_mlp),
+            self.norm("output_layernorm", after_mlp),
         ]
 
     def mlp(self) -> list[Request]:

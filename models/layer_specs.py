@@ -33,7 +33,7 @@ from models.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinea
 from models.transformer_block import TransformerBlockSubmodules
 from models.transformer_layer import AddAndNorm, AddThenNorm, TransformerLayer, TransformerLayerSubmodules
 
-_FIRST_NORM, _FINAL_NORM = "input_layernorm", "final_layernorm"
+_FIRST_NORM = "input_layernorm"
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,17 @@ def _block(
             "cross_attn_add": bind.add("cross_attn_bda", CROSS_ATTENTION_RESIDUAL),
         }
     layer = TransformerLayerSubmodules(
-        input_layernorm=bind.norm(_FIRST_NORM),
         self_attention=ModuleSpec(SelfAttention, submodules=attention),
         self_attn_add=bind.add("self_attn_bda", self_attention_residual(cross_attention)),
         pre_mlp_layernorm=bind.norm("pre_mlp_layernorm"),
         mlp=ModuleSpec(MLP, submodules=mlp),
         mlp_add=bind.add("mlp_bda", MLP_RESIDUAL),
+        output_layernorm=bind.norm("output_layernorm"),
         **slots,
     )
-    # The norm after the last layer is called by that layer, whose slot adds and normalises.
-    final = bind.norm(_FINAL_NORM)
-    return TransformerBlockSubmodules(ModuleSpec(TransformerLayer, submodules=layer), final, bind.traced, bind.count)
+    # The norm before the layers is no part of one, so it counts its own calls.
+    first = _Binder(bind.plan, bind.counters, stack=bind.stack).norm(_FIRST_NORM)
+    return TransformerBlockSubmodules(first, ModuleSpec(TransformerLayer, submodules=layer), bind.traced, bind.count)
 
 
 def _loss(plan: FusionPlan, counters: Counters) -> tuple[BoundFusion, bool]:
@@ -161,11 +161,8 @@ class _Binder:
 
     def count(self, layers: int) -> None:
         """Note one run through a stack of so many layers, for the slots that can't."""
-        # Called once in a run: the last norm; and the first one where all others are part of an addition.
-        fused = self.decision("residual_norm_fusion", MLP_RESIDUAL).runs != REFERENCE
-        once = {self.stack + site for site in ((_FINAL_NORM, _FIRST_NORM) if fused else (_FINAL_NORM,))}
         for bound in self.bound:
-            bound.count(1 if bound.decision.site in once else layers)
+            bound.count(layers)
 
     def norm(self, site: str) -> ModuleSpec:
         return ModuleSpec(Norm, {"function": self("persist_layer_norm", site)})

@@ -1,4 +1,4 @@
-"""The stack of layers and the norm after it."""
+"""The stack of layers and the norm before it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from models.transformer_layer import LayerInputs
 
 @dataclass(frozen=True)
 class TransformerBlockSubmodules:
-    """The spec of every layer, and the final norm's; whether layers are compiled, and who is told how many were called."""
+    """The specs of the norm before the layers and of every layer; whether layers are compiled, and who is told how many were
+    called."""
 
+    input_layernorm: Slot
     layer: ModuleSpec
-    final_layernorm: Slot
     compile_layers: bool = False
     count_layers: Callable[[int], None] = lambda layers: None
 
@@ -44,10 +45,10 @@ class TransformerBlock(nn.Module):
     ):
         super().__init__()
         self.config, self.tp, self.post_norm = config, tp, config.layernorm_position == "post"
+        self.input_layernorm = build_module(submodules.input_layernorm, config, tp=tp, device=device)
         self.layers = nn.ModuleList(
             build_module(submodules.layer, config, number + 1, tp=tp, device=device) for number in range(config.num_layers)
         )
-        self.final_layernorm = build_module(submodules.final_layernorm, config, tp=tp, device=device)
         cross = submodules.layer.submodules.cross_attention is not None
         self.dropout = StackDropout(config, tp, first_dropout_site, cross)
         self.count_layers = submodules.count_layers
@@ -64,17 +65,16 @@ class TransformerBlock(nn.Module):
         seq_length: int,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """All layers in turn, then the final norm. `seq_length`: tokens of the whole sequence, s."""
+        """All layers in turn; the last one's norm is the stack's. `seq_length`: tokens of the whole sequence, s."""
         layers: list[Any] = list(self.layers)
-        norms = [*(layer.input_layernorm for layer in layers[1:]), self.final_layernorm]
         keys = self._usable(dropout_keys)
         hidden = hidden if self.post_norm else self._drop(hidden, keys, seq_length)
-        normalised = layers[0].input_layernorm(hidden)
+        normalised = self.input_layernorm(hidden)
         normalised = self._drop(normalised, keys, seq_length) if self.post_norm else normalised
-        for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
+        for index, layer in enumerate(layers):
             layer_keys = LayerKeys() if keys is None else self.dropout.layer(index, keys, seq_length)
             layer_cache = None if cache is None else cache.layers[index]
-            hidden, normalised = layer(hidden, normalised, next_norm, inputs, layer_keys, layer_cache)
+            hidden, normalised = layer(hidden, normalised, inputs, layer_keys, layer_cache)
         self.count_layers(len(layers))
         return normalised
 

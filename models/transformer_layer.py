@@ -27,12 +27,12 @@ class TransformerLayerSubmodules:
     Without `cross_attention` its three slots are not there.
     """
 
-    input_layernorm: Slot
     self_attention: Slot
     self_attn_add: Slot
     pre_mlp_layernorm: Slot
     mlp: Slot
     mlp_add: Slot
+    output_layernorm: Slot
     pre_cross_attn_layernorm: Slot | None = None
     cross_attention: Slot | None = None
     cross_attn_add: Slot | None = None
@@ -92,8 +92,10 @@ class AddAndNorm:
 class TransformerLayer(nn.Module):
     """hidden [s, b, h] (or [s/t, b, h]) and its norm -> the next hidden and its norm. `layer_number` counts from 1.
 
-    The first norm, `input_layernorm`, is called by whoever comes before: the layer before adds and normalises in one slot. So
-    in a post-norm stack that of the first layer is the embedding's norm, and those of the others are the output norms.
+    A layer owns the norms after its additions, since one slot adds and normalises; the norm before the first layer belongs to the
+    stack. So `output_layernorm` is what the next layer's attention reads: in a pre-norm stack Megatron's input_layernorm of that
+    layer, after the last one the final norm; in a post-norm stack the layer's own last norm. A layer uses no parameter but its
+    own, which fully_shard needs.
     """
 
     def __init__(
@@ -106,7 +108,6 @@ class TransformerLayer(nn.Module):
     ):
         super().__init__()
         self.hidden_dropout, self.post_norm = config.hidden_dropout, config.layernorm_position == "post"
-        self.input_layernorm = build_module(submodules.input_layernorm, config, tp=tp, device=device)
         self.self_attention = build_module(submodules.self_attention, config, layer_number, tp=tp, device=device)
         self.self_attn_add = build_module(submodules.self_attn_add)
         self.cross_attention = None
@@ -119,18 +120,17 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, config, tp=tp, device=device)
         self.mlp = build_module(submodules.mlp, config, tp=tp, device=device)
         self.mlp_add = build_module(submodules.mlp_add)
+        self.output_layernorm = build_module(submodules.output_layernorm, config, tp=tp, device=device)
 
     def forward(
         self,
         hidden: Tensor,
         normalised: Tensor,
-        next_norm: Norm,
         inputs: LayerInputs,
         keys: LayerKeys,
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention, cross-attention where there is one, and MLP, each with its residual and the norm that follows;
-        `next_norm` is the next layer's first."""
+        """Attention, cross-attention where there is one, and MLP, each with its residual and the norm that follows."""
         prob, training = self.hidden_dropout, self.training
         out, bias = self.self_attention(normalised, inputs, keys.attention, cache)
         residual = normalised if self.post_norm else hidden
@@ -142,4 +142,4 @@ class TransformerLayer(nn.Module):
             hidden, normalised = self.cross_attn_add(out, bias, residual, norm, prob, training, keys.cross_attn_add)
         out, bias = self.mlp(normalised)
         residual = normalised if self.post_norm else hidden
-        return self.mlp_add(out, bias, residual, next_norm, prob, training, keys.mlp_add)
+        return self.mlp_add(out, bias, residual, self.output_layernorm, prob, training, keys.mlp_add)

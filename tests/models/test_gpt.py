@@ -72,11 +72,12 @@ def hf_gpt2(config: RunConfig, model: GPTModel):
     pairs["transformer.wte.weight"] = ("embedding.word_embeddings.weight", lambda w: w[: config.model.vocab_size])
     pairs["transformer.wpe.weight"] = ("embedding.position_embeddings.weight", lambda w: w)
     for kind in ("weight", "bias"):
-        pairs[f"transformer.ln_f.{kind}"] = (f"decoder.final_layernorm.{kind}", lambda w: w)
+        pairs[f"transformer.ln_f.{kind}"] = (f"decoder.layers.{tf.num_layers - 1}.output_layernorm.{kind}", lambda w: w)
         for n in range(tf.num_layers):
             a, b = f"transformer.h.{n}", f"decoder.layers.{n}"
+            before = f"decoder.layers.{n - 1}.output_layernorm" if n else "decoder.input_layernorm"
             transpose = (lambda w: w.T) if kind == "weight" else (lambda w: w)
-            pairs[f"{a}.ln_1.{kind}"] = (f"{b}.input_layernorm.{kind}", lambda w: w)
+            pairs[f"{a}.ln_1.{kind}"] = (f"{before}.{kind}", lambda w: w)
             pairs[f"{a}.ln_2.{kind}"] = (f"{b}.pre_mlp_layernorm.{kind}", lambda w: w)
             pairs[f"{a}.attn.c_attn.{kind}"] = (
                 f"{b}.self_attention.linear_qkv.{kind}",

@@ -126,7 +126,7 @@ def test_T02_T17_a_modern_model_fused_and_sharded_is_the_same() -> None:
     same_training(fused, expected)
     assert {d for d, site in fused["counters"].items() if site["fused"]} >= {
         "apply_rope_fusion @ self_attention", "cross_entropy_loss_fusion @ output_layer", "bias_activation_fusion @ mlp",
-        "residual_norm_fusion @ mlp_bda + next layernorm", "gradient_accumulation_fusion @ linear_qkv", "optimizer.fusion @ optimizer",
+        "residual_norm_fusion @ mlp_bda + output_layernorm", "gradient_accumulation_fusion @ linear_qkv", "optimizer.fusion @ optimizer",
     }  # fmt: skip
     for result in run_ranks(2, train, MODERN | {"parallel.sequence_parallel": True}, True, 5):
         same_training(result, expected)

@@ -113,6 +113,11 @@ def rules_of(config: RunConfig, hf_type: str) -> list[Rule]:
     return list(rules[hf_type](config))
 
 
+def norm_before(stack: str, layer: int) -> str:
+    """The norm in front of a layer's attention, layers counted from 0; with their number, the norm after the last."""
+    return f"{stack}.input_layernorm" if layer == 0 else f"{stack}.layers.{layer - 1}.output_layernorm"
+
+
 def _sizes(config: RunConfig) -> tuple[int, int]:
     return config.model.vocab_size, config.model.padded_vocab_size
 
@@ -125,13 +130,13 @@ def _gpt2(config: RunConfig) -> Iterator[Rule]:
         product = transposed if kind == "weight" else plain
         for n in range(tf.num_layers):
             ours, theirs = f"decoder.layers.{n}", f"transformer.h.{n}"
-            yield norm(f"{ours}.input_layernorm.{kind}", f"{theirs}.ln_1.{kind}", tf)
+            yield norm(f"{norm_before('decoder', n)}.{kind}", f"{theirs}.ln_1.{kind}", tf)
             yield gpt2_qkv(f"{ours}.self_attention.linear_qkv.{kind}", f"{theirs}.attn.c_attn.{kind}", tf)
             yield product(f"{ours}.self_attention.linear_proj.{kind}", f"{theirs}.attn.c_proj.{kind}")
             yield norm(f"{ours}.pre_mlp_layernorm.{kind}", f"{theirs}.ln_2.{kind}", tf)
             yield product(f"{ours}.mlp.linear_fc1.{kind}", f"{theirs}.mlp.c_fc.{kind}")
             yield product(f"{ours}.mlp.linear_fc2.{kind}", f"{theirs}.mlp.c_proj.{kind}")
-        yield norm(f"decoder.final_layernorm.{kind}", f"transformer.ln_f.{kind}", tf)
+        yield norm(f"{norm_before('decoder', tf.num_layers)}.{kind}", f"transformer.ln_f.{kind}", tf)
     yield from _untied_output(config)
 
 
@@ -141,7 +146,7 @@ def _llama(config: RunConfig) -> Iterator[Rule]:
     for n in range(tf.num_layers):
         ours, theirs = f"decoder.layers.{n}", f"model.layers.{n}"
         q, k, v = (f"{theirs}.self_attn.{name}_proj" for name in "qkv")
-        yield norm(f"{ours}.input_layernorm.weight", f"{theirs}.input_layernorm.weight", tf)
+        yield norm(f"{norm_before('decoder', n)}.weight", f"{theirs}.input_layernorm.weight", tf)
         yield norm(f"{ours}.pre_mlp_layernorm.weight", f"{theirs}.post_attention_layernorm.weight", tf)
         for kind in ("weight", "bias"):
             if kind == "weight" or tf.has_qkv_bias:
@@ -153,28 +158,27 @@ def _llama(config: RunConfig) -> Iterator[Rule]:
                     f"{ours}.mlp.linear_fc1.{kind}", f"{theirs}.mlp.gate_proj.{kind}", f"{theirs}.mlp.up_proj.{kind}"
                 )
                 yield plain(f"{ours}.mlp.linear_fc2.{kind}", f"{theirs}.mlp.down_proj.{kind}")
-    yield norm("decoder.final_layernorm.weight", "model.norm.weight", tf)
+    yield norm(f"{norm_before('decoder', tf.num_layers)}.weight", "model.norm.weight", tf)
     yield from _untied_output(config)
 
 
 def _bert(config: RunConfig) -> Iterator[Rule]:
-    """Post-norm: the norm after a layer's MLP is the next layer's first here, and the embedding's is the first layer's."""
-    tf, last = config.transformer, config.transformer.num_layers - 1
+    """Post-norm: the embedding's norm is the one before the layers here."""
+    tf = config.transformer
     yield vocabulary("embedding.word_embeddings.weight", "bert.embeddings.word_embeddings.weight", *_sizes(config))
     yield plain("embedding.position_embeddings.weight", "bert.embeddings.position_embeddings.weight")
     yield plain("embedding.token_type_embeddings.weight", "bert.embeddings.token_type_embeddings.weight")
     for kind in ("weight", "bias"):
-        yield norm(f"encoder.layers.0.input_layernorm.{kind}", f"bert.embeddings.LayerNorm.{kind}", tf)
+        yield norm(f"encoder.input_layernorm.{kind}", f"bert.embeddings.LayerNorm.{kind}", tf)
         for n in range(tf.num_layers):
             ours, theirs = f"encoder.layers.{n}", f"bert.encoder.layer.{n}"
             q, k, v = (f"{theirs}.attention.self.{name}.{kind}" for name in ("query", "key", "value"))
-            after = "encoder.final_layernorm" if n == last else f"encoder.layers.{n + 1}.input_layernorm"
             yield qkv(f"{ours}.self_attention.linear_qkv.{kind}", (q, k, v), tf)
             yield plain(f"{ours}.self_attention.linear_proj.{kind}", f"{theirs}.attention.output.dense.{kind}")
             yield norm(f"{ours}.pre_mlp_layernorm.{kind}", f"{theirs}.attention.output.LayerNorm.{kind}", tf)
             yield plain(f"{ours}.mlp.linear_fc1.{kind}", f"{theirs}.intermediate.dense.{kind}")
             yield plain(f"{ours}.mlp.linear_fc2.{kind}", f"{theirs}.output.dense.{kind}")
-            yield norm(f"{after}.{kind}", f"{theirs}.output.LayerNorm.{kind}", tf)
+            yield norm(f"{ours}.output_layernorm.{kind}", f"{theirs}.output.LayerNorm.{kind}", tf)
         yield plain(f"lm_transform.{kind}", f"cls.predictions.transform.dense.{kind}")
         yield norm(f"lm_transform.norm.{kind}", f"cls.predictions.transform.LayerNorm.{kind}", tf)
         if config.model.sentence_head is not None:
@@ -196,15 +200,15 @@ def _t5(config: RunConfig) -> Iterator[Rule]:
         table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         yield plain(f"{stack}_position_bias.weight", table)
         for n in range(count):
+            yield norm(f"{norm_before(stack, n)}.weight", f"{stack}.block.{n}.layer.0.layer_norm.weight", tf)
             yield from _t5_layer(f"{stack}.layers.{n}", f"{stack}.block.{n}.layer", tf, stack == "decoder")
-        yield norm(f"{stack}.final_layernorm.weight", f"{stack}.final_layer_norm.weight", tf)
+        yield norm(f"{norm_before(stack, count)}.weight", f"{stack}.final_layer_norm.weight", tf)
     yield from _untied_output(config)
 
 
 def _t5_layer(ours: str, theirs: str, tf: TransformerConfig, cross: bool) -> Iterator[Rule]:
     own, mlp = f"{theirs}.0.SelfAttention", f"{theirs}.{2 if cross else 1}"
     dims = (tf.query_groups, tf.head_size)
-    yield norm(f"{ours}.input_layernorm.weight", f"{theirs}.0.layer_norm.weight", tf)
     names = (f"{own}.q.weight", f"{own}.k.weight", f"{own}.v.weight")
     yield qkv(f"{ours}.self_attention.linear_qkv.weight", names, tf)
     yield plain(f"{ours}.self_attention.linear_proj.weight", f"{own}.o.weight")
