@@ -79,6 +79,9 @@ def load_config(path: str | Path, overrides: list[str] | None = None, world_size
         _apply_override(tree, override, sources, problems)
     config = _validate(tree, sources, problems)
     if config is not None and not problems:
+        if world_size is not None and config.parallel.data_parallel_size is None:
+            config = config.for_processes(world_size)
+            sources["parallel.data_parallel_size"] = "number of processes"
         problems += [Problem(p.key, p.text, sources.get(p.key, "default")) for p in config.problems(world_size=world_size)]
     if problems or config is None:
         raise ConfigError(problems)

@@ -39,7 +39,29 @@ class ParallelConfig(Section):
 
     tensor_parallel_size: PositiveInt = Field(1, description="Processes that share one layer, t.")
     sequence_parallel: bool = Field(False, description="Shard the sequence over the same processes outside the matmuls.")
+    data_parallel_size: PositiveInt | None = Field(
+        None, description="Groups of t processes, each with samples of its own; null: the processes started / t."
+    )
+    data_sharding: Literal["none", "optimizer", "full"] = Field(
+        "none",
+        description="What is split over data-parallel ranks (fully_shard): nothing; optimizer state, gradients and fp32 "
+        "parameters at rest (ZeRO-2); also the parameters of every layer that isn't at work (ZeRO-3).",
+    )
+    data_shard_size: PositiveInt | None = Field(
+        None,
+        description="Data-parallel ranks that share one copy; the copies are kept equal (HSDP). null: all of them.",
+    )
     timeout_seconds: PositiveInt = Field(600, description="A collective that waits longer than this ends the job.")
+
+    @property
+    def data_parallel(self) -> int:
+        """The data-parallel size; 1 where it isn't known yet."""
+        return self.data_parallel_size or 1
+
+    @property
+    def shard_size(self) -> int:
+        """Data-parallel ranks that share one copy of what `data_sharding` splits."""
+        return 1 if self.data_sharding == "none" else self.data_shard_size or self.data_parallel
 
 
 class DataSource(Section):
@@ -166,8 +188,15 @@ class RunConfig(Section):
     logging: LoggingConfig = Field(default_factory=lambda: LoggingConfig.model_validate({}), description="What is reported.")
 
     def num_microbatches(self) -> int:
-        """Forward passes of one optimizer step: global batch / micro batch."""
-        return self.training.global_batch_size // self.training.micro_batch_size
+        """Forward passes of one optimizer step on one rank: global batch / (micro batch x data-parallel size)."""
+        return self.training.global_batch_size // (self.training.micro_batch_size * self.parallel.data_parallel)
+
+    def for_processes(self, world_size: int) -> RunConfig:
+        """The configuration of a job of so many processes: `parallel.data_parallel_size` filled in."""
+        if self.parallel.data_parallel_size is not None:
+            return self
+        size = max(1, world_size // self.parallel.tensor_parallel_size)
+        return self.model_copy(update={"parallel": self.parallel.model_copy(update={"data_parallel_size": size})})
 
     def problems(self, world_size: int | None = None) -> list[Problem]:
         """Every conflict between fields; `world_size` is the number of processes started, if known."""
@@ -205,16 +234,52 @@ class RunConfig(Section):
                     f"{s} is not divisible by parallel.tensor_parallel_size {t}, which parallel.sequence_parallel needs",
                 )
             )
-        if world_size is not None and world_size != t:
-            found.append(
+        return found + self._process_problems(t, world_size) + self._sharding_problems()
+
+    def _process_problems(self, t: int, world_size: int | None) -> list[Problem]:
+        if world_size is None:
+            return []
+        given = self.parallel.data_parallel_size
+        started = f"{world_size} process{'es were' if world_size != 1 else ' was'} started"
+        if world_size % t:
+            return [
                 Problem(
                     "parallel.tensor_parallel_size",
-                    f"is {t} but {world_size} process{'es were' if world_size != 1 else ' was'} started; start the job with "
-                    f"torchrun --nproc-per-node {t}, or set parallel.tensor_parallel_size={world_size} "
-                    "(data parallel, which would use more processes, does not exist yet)",
+                    f"is {t} but {started}, which is no multiple of it; start {t} processes (torchrun --nproc-per-node {t}) or "
+                    f"a multiple, or set parallel.tensor_parallel_size to a divisor of {world_size}",
                 )
-            )
-        return found
+            ]
+        if given is not None and given * t != world_size:
+            return [
+                Problem(
+                    "parallel.data_parallel_size",
+                    f"is {given}, with tensor_parallel_size {t} {given * t} processes, but {started}; start {given * t}, or set "
+                    f"parallel.data_parallel_size={world_size // t} (null takes what is started)",
+                )
+            ]
+        return []
+
+    def _sharding_problems(self) -> list[Problem]:
+        p = self.parallel
+        if p.data_shard_size is None:
+            return []
+        if p.data_sharding == "none":
+            return [
+                Problem(
+                    "parallel.data_shard_size",
+                    f"is {p.data_shard_size}, but data_sharding none splits nothing; set it to null, or data_sharding to "
+                    "optimizer or full",
+                )
+            ]
+        if p.data_parallel_size is not None and p.data_parallel_size % p.data_shard_size:
+            return [
+                Problem(
+                    "parallel.data_shard_size",
+                    f"{p.data_shard_size} does not divide the data-parallel size {p.data_parallel_size}: copies x "
+                    "data_shard_size must be that",
+                )
+            ]
+        return []
 
     def _position_problems(self) -> list[Problem]:
         found = []
@@ -248,14 +313,16 @@ class RunConfig(Section):
         return found
 
     def _batch_problems(self) -> list[Problem]:
-        micro, batch = self.training.micro_batch_size, self.training.global_batch_size
-        if batch % micro == 0:
+        micro, batch, dp = self.training.micro_batch_size, self.training.global_batch_size, self.parallel.data_parallel
+        at_once = micro * dp
+        if batch % at_once == 0:
             return []
+        nearest = " and ".join(str(n * at_once) for n in (batch // at_once, batch // at_once + 1) if n)
         return [
             Problem(
                 "training.global_batch_size",
-                f"{batch} is not micro_batch_size {micro} x a whole number of accumulation steps x data-parallel size 1; "
-                f"{batch // micro * micro or micro} and {(batch // micro + 1) * micro} are the nearest that are",
+                f"{batch} is not micro_batch_size {micro} x a whole number of accumulation steps x data-parallel size {dp}; "
+                f"nearest: {nearest}",
             )
         ]
 

@@ -71,7 +71,7 @@ class UnfusedAttention(ParallelModule):
             in_fp32=self.in_fp32,
             dropout_prob=self.dropout_prob if self.training else 0.0,
             mask_key=mask_key,
-            sink=self.local("softmax_offset", torch.float32) if self.softmax_type == "learnable" else self.off_by_one,
+            sink=self.local("softmax_offset", q.dtype).float() if self.softmax_type == "learnable" else self.off_by_one,
         )
         context = torch.bmm(probs.view(b * g, n // g * s, sk), v)  # [b g, (n/g) s, d]
         return context.view(b, n, s, d).permute(2, 0, 1, 3).reshape(s, b, n * d)

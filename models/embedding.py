@@ -20,14 +20,14 @@ class ReplicatedEmbedding(ParallelModule):
 
     def __init__(self, num_embeddings: int, width: int, init_std: float, tp: TensorParallel, device: torch.device):
         super().__init__(tp, device)
-        self.add_parameter("weight", (num_embeddings, width), normal(init_std))
+        self.add_parameter("weight", (num_embeddings, width), normal(init_std), on_sharded_tokens=tp.sequence_parallel)
 
     def forward(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """ids [b or 1, s] -> [s, b or 1, h] (or [s/t, ...]): only the rows of this rank's tokens."""
         index = ids.t()
         if self.tp.sequence_parallel and self.tp.group is not None:
             index = regions.own_slice(index, self.tp.group)
-        weight = self.local("weight", torch.float32, on_sharded_tokens=self.tp.sequence_parallel)
+        weight = self.local("weight", torch.float32)
         return nn.functional.embedding(index, weight).to(dtype)
 
 

@@ -89,14 +89,13 @@ class MaskedLMTransform(ParallelModule):
         super().__init__(tp, device)
         h = config.hidden_size
         self.bias_activation = bias_activation
-        self.add_parameter("weight", (h, h), normal(config.init_method_std))
-        self.add_parameter("bias", (h,), constant(0.0))
+        self.add_parameter("weight", (h, h), normal(config.init_method_std), on_sharded_tokens=tp.sequence_parallel)
+        self.add_parameter("bias", (h,), constant(0.0), on_sharded_tokens=tp.sequence_parallel)
         self.norm: Norm = build_module(norm, config, tp=tp, device=device)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """norm(activation(hidden W^T + bias))."""
-        sharded = self.tp.sequence_parallel
-        weight, bias = (self.local(name, hidden.dtype, on_sharded_tokens=sharded) for name in ("weight", "bias"))
+        weight, bias = (self.local(name, hidden.dtype) for name in ("weight", "bias"))
         return self.norm(self.bias_activation(F.linear(hidden, weight), bias))
 
 

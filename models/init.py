@@ -56,10 +56,17 @@ def _local_and_offset(parameter: Tensor) -> tuple[Tensor, list[int]]:
     offset = [0] * parameter.dim()
     if not isinstance(parameter, DTensor):
         return parameter, offset
-    local, placement = parameter.to_local(), parameter.placements[0]
-    if placement.is_shard():
-        dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]  is_shard() says it is a Shard
-        offset[dim] = parameter.device_mesh.get_local_rank() * local.shape[dim]
+    mesh, size = parameter.device_mesh, list(parameter.shape)
+    # The innermost dimension of the mesh, tensor parallel, cuts first; what it leaves is cut again over the data-parallel ranks.
+    for dim_of_mesh in reversed(range(mesh.ndim)):
+        placement = parameter.placements[dim_of_mesh]
+        if not placement.is_replicate():
+            dim: int = placement.dim  # pyright: ignore[reportAttributeAccessIssue]  a Shard, or FSDP's _StridedShard
+            each = -(-size[dim] // mesh.size(dim_of_mesh))
+            start = min(mesh.get_local_rank(dim_of_mesh) * each, size[dim])
+            offset[dim], size[dim] = offset[dim] + start, min(each, size[dim] - start)
+    local = parameter.to_local()
+    assert list(local.shape) == size, f"a shard of {list(local.shape)} where {size} was expected"
     return local, offset
 
 

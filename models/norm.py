@@ -22,15 +22,15 @@ class Norm(ParallelModule):
         self.memory_efficient = config.memory_efficient_layer_norm
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.has_bias = config.normalization == "LayerNorm"
-        self.add_parameter("weight", (config.hidden_size,), constant(0.0 if self.zero_centered else 1.0))
+        start = constant(0.0 if self.zero_centered else 1.0)
+        self.add_parameter("weight", (config.hidden_size,), start, on_sharded_tokens=tp.sequence_parallel)
         if self.has_bias:
-            self.add_parameter("bias", (config.hidden_size,), constant(0.0))
+            self.add_parameter("bias", (config.hidden_size,), constant(0.0), on_sharded_tokens=tp.sequence_parallel)
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """(weight, bias or None) as the arithmetic takes them."""
-        sharded = self.tp.sequence_parallel
-        weight = self.local("weight", dtype, on_sharded_tokens=sharded)
-        bias = self.local("bias", dtype, on_sharded_tokens=sharded) if self.has_bias else None
+        weight = self.local("weight", dtype)
+        bias = self.local("bias", dtype) if self.has_bias else None
         return weight + 1 if self.zero_centered else weight, bias
 
     def forward(self, x: Tensor) -> Tensor:

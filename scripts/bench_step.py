@@ -46,8 +46,8 @@ def serve(config_path: str, overrides: list[str], keep_memory: bool) -> None:
     from trainer.runtime import synchronise
 
     loaded, silent = load_config(config_path, overrides), Log(rank=1)
-    device, tp = setup.start(loaded, silent, keep_memory)
-    job = setup.build_job(loaded, device, tp, silent)
+    device, meshes = setup.start(loaded, silent, keep_memory)
+    job = setup.build_job(loaded, device, meshes, silent)
     config, generator, iteration = loaded.config, torch.Generator().manual_seed(0), 0
     micro, size = config.training.micro_batch_size, config.training.global_batch_size
 
@@ -71,7 +71,7 @@ def serve(config_path: str, overrides: list[str], keep_memory: bool) -> None:
         step()
     warmup = time.perf_counter() - begin
     fused = sum(site["fused"] for site in job.counters.as_dict().values())
-    if tp.rank > 0:  # does as rank 0 is told
+    if meshes.tp.rank > 0:  # does as rank 0 is told
         while (steps := broadcast(0)) > 0:
             for _ in range(steps):
                 step()

@@ -21,8 +21,7 @@ def main() -> int:
         from trainer.setup import build_job, start
 
         log = Log()
-        device, tp = start(loaded, log)
-        train(build_job(loaded, device, tp, log))
+        train(build_job(loaded, *start(loaded, log), log))
 
     return run_job(job)
 

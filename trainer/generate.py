@@ -15,10 +15,10 @@ from configs.transformer import FUSION_FLAGS
 from fusions.machine import probe
 from models.cache import KeyValueCache
 from models.fusion_sites import fusion_plan, stacks
-from models.tensor_parallel.params import TensorParallel
 from trainer.checkpoint import load_tensors, newest_checkpoint, read_state
 from trainer.data.tokenizer import TextTokenizer, end_of_document, vocabulary_of
 from trainer.errors import UserError
+from trainer.meshes import Meshes
 from trainer.setup import build_model
 
 Pick = Callable[[Tensor], int]
@@ -54,16 +54,15 @@ def load_model(run: str | Path, device: torch.device) -> tuple[Any, RunConfig, i
     state = read_state(path)
     config = _single_process(state["config"])
     plan = fusion_plan(config, probe(device.type))
-    model, _ = build_model(config, plan, TensorParallel(), device)
+    model, _ = build_model(config, plan, Meshes(), device)
     load_tensors(path, model, None)
     return model.eval(), config, int(state["iteration"])
 
 
 def _single_process(saved: dict[str, Any]) -> RunConfig:
-    parallel = saved["parallel"] | {"tensor_parallel_size": 1, "sequence_parallel": False}
     transformer = saved["transformer"] | dict.fromkeys(FUSION_FLAGS, False)
     training = saved["training"] | {"compile_layers": False}
-    return RunConfig.model_validate(saved | {"parallel": parallel, "transformer": transformer, "training": training})
+    return RunConfig.model_validate(saved | {"parallel": {}, "transformer": transformer, "training": training})
 
 
 @torch.no_grad()

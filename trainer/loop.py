@@ -32,13 +32,14 @@ from trainer.data.families import training_set, validation_set
 from trainer.data.sampler import training_batches, validation_batches
 from trainer.data.sources import ValidationSet
 from trainer.errors import CheckpointError
-from trainer.gradients import global_norm, reduce_partial_gradients
+from trainer.gradients import norm_and_sums, reduce_partial_gradients, sum_over_data
 from trainer.lr_schedule import learning_rate
 from trainer.meshes import any_rank, world_size
 from trainer.metrics import Metrics, StepResult
 from trainer.optimizer import Optimizer
 from trainer.records import plot_losses
 from trainer.setup import Job, describe, write_description
+from trainer.sharding import free_whole_parameters, sync_gradients
 
 # What a profile of a step shows beside the operations themselves.
 PHASES = FORWARD, BACKWARD, GRADIENTS, OPTIMIZER = "forward", "backward", "reduce gradients, norm", "optimizer"
@@ -55,44 +56,49 @@ def train_step(
     """
     optimizer.zero_grad()
     words = site_words(config.training.seed, iteration, model.num_dropout_sites).to(model.device)
-    counts = total_counts(batches)  # still on the host
-    parts = {name: torch.zeros((), device=model.device) for name in counts}
-    for batch in batches:
+    names, counts = count_tokens(batches, model)
+    parts, t = torch.zeros_like(counts), model.tp.size
+    for number, batch in enumerate(batches, 1):
+        sync_gradients(model, last=number == len(batches), full=config.parallel.data_sharding == "full")
         with record_function(FORWARD):
             batch = batch.to(model.device)
             sums = batch.losses(model, DropoutKeys(words, batch.samples))
-            means = {name: total / max(counts[name], 1.0) for name, total in sums.items()}
-            loss = torch.stack(list(means.values())).sum()
+            means = torch.stack([sums[name] for name in names]) / counts.clamp(min=1.0)
+            loss = means.sum()
         with record_function(BACKWARD):
             loss.backward()
-        for name, mean in means.items():
-            parts[name] += mean.detach()
-    total = torch.stack(list(parts.values())).sum()
+        parts += means.detach()
     with record_function(GRADIENTS):
-        reduce_partial_gradients(optimizer.parameters)
-        norm = global_norm(optimizer.parameters)
-    skip = torch.logical_not(torch.isfinite(norm) & torch.isfinite(total)).float()
-    if not any(counts.values()):
-        skip = torch.ones_like(skip)
+        reduce_partial_gradients(optimizer.partial, model.tp.group)
+        norm, parts = norm_and_sums(optimizer.parameters, parts, t)
+    total = parts.sum()
+    skip = torch.logical_not(torch.isfinite(norm) & torch.isfinite(total) & (counts.sum() > 0)).float()
     rate = learning_rate(config, iteration)
     with record_function(OPTIMIZER):
         optimizer.step(rate, norm, skip)
-    return StepResult(total, norm, skip, rate, parts if len(parts) > 1 else {})
+    return StepResult(total, norm, skip, rate, dict(zip(names, parts, strict=True)) if len(names) > 1 else {})
+
+
+def count_tokens(batches: Sequence[Batch], model: LanguageModel) -> tuple[list[str], torch.Tensor]:
+    """The names of the family's losses, and what each is over in the whole global batch: fp32 [losses], on the device."""
+    counts = total_counts(batches)
+    return list(counts), sum_over_data(torch.tensor([*counts.values()], device=model.device), model.tp.size)
 
 
 @torch.no_grad()
-def evaluate(model: LanguageModel, dataset: ValidationSet, config: RunConfig) -> float:
-    """The loss over the validation samples, without dropout; the same samples every time."""
+def evaluate(model: LanguageModel, dataset: ValidationSet, config: RunConfig, data_rank: int = 0) -> float:
+    """The loss over the validation samples, without dropout; the same every time, shared out to the data-parallel ranks."""
     model.eval()
     totals: dict[str, torch.Tensor] = {}
-    counts: dict[str, float] = {}
-    for batch in validation_batches(dataset, config):
-        for name, count in batch.counts().items():
-            counts[name] = counts.get(name, 0.0) + count
+    for batch in validation_batches(dataset, config, data_rank):
+        counts = batch.counts()
         for name, total in batch.to(model.device).losses(model, None).items():
-            totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64, device=model.device)) + total.double()
+            pair = torch.stack([total.double(), torch.tensor(counts[name], dtype=torch.float64, device=model.device)])
+            totals[name] = totals[name] + pair if name in totals else pair
+    free_whole_parameters(model)
     model.train()
-    return sum(float(total) / max(counts[name], 1.0) for name, total in totals.items())
+    sums = sum_over_data(torch.stack(list(totals.values())), model.tp.size)
+    return sum(total / max(count, 1.0) for total, count in sums.tolist())
 
 
 class _Stop:
@@ -130,7 +136,7 @@ def train(job: Job) -> float | None:
     validation_loss = None
     metrics.resume()
     for iteration in range(done + 1, config.training.train_iters + 1):
-        batches = training_batches(dataset, config, iteration)
+        batches = training_batches(dataset, config, iteration, job.meshes.data_rank)
         metrics.record(iteration, train_step(job.model, job.optimizer, batches, config, iteration))
         last, stopping = iteration == config.training.train_iters, stop.now()
         metrics.pause()
@@ -139,7 +145,7 @@ def train(job: Job) -> float | None:
             folder = save_checkpoint(job.loaded, job.model, job.optimizer, iteration, job.plan.as_dict())
             log.line(f"iteration {iteration:>6}  checkpoint {folder}")
         if valid is not None and not stopping and (last or _due(iteration, config.training.eval_interval)):
-            validation_loss = evaluate(job.model, valid, config)
+            validation_loss = evaluate(job.model, valid, config, job.meshes.data_rank)
             metrics.validation(iteration, validation_loss)
         metrics.resume()
         if stopping and not last:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.run import ParallelConfig
 from models.tensor_parallel.params import TensorParallel
 from trainer.errors import UserError
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The ranks as (copies, shards of a copy, tensor parallel), row by row: ranks that share a layer are neighbours.
+
+    `data` is the part of fully_shard: the dimension of the shards, or copies and shards (HSDP); None at data-parallel size 1.
+    Pipeline stages would be one more dimension in front; context parallel one between shards and tensor parallel.
+    """
+
+    tp: TensorParallel = field(default_factory=TensorParallel)
+    data: DeviceMesh | None = None
+    data_size: int = 1
+    data_rank: int = 0
 
 
 def world_size() -> int:
@@ -39,18 +54,37 @@ def pick_device(kind: str) -> torch.device:
     return device
 
 
-def start_processes(parallel: ParallelConfig, device: torch.device) -> TensorParallel:
+def start_processes(parallel: ParallelConfig, device: torch.device) -> Meshes:
     """Join the job's process group; one process needs none. CPU tensors always have a group too (gloo)."""
     if world_size() == 1:
-        return TensorParallel()
+        return Meshes()
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend,
         timeout=timedelta(seconds=parallel.timeout_seconds),
         device_id=device if device.type == "cuda" else None,
     )
-    mesh = init_device_mesh(device.type, (parallel.tensor_parallel_size,), mesh_dim_names=("tp",))
-    return TensorParallel(mesh, parallel.sequence_parallel)
+    return make_meshes(parallel, device.type)
+
+
+def make_meshes(parallel: ParallelConfig, device_type: str) -> Meshes:
+    """The meshes of a job whose process group is there. Raises ValueError where the sizes don't multiply to the world's."""
+    t, dp, shards = parallel.tensor_parallel_size, parallel.data_parallel, parallel.shard_size
+    if dp * t != dist.get_world_size() or dp % shards:
+        raise ValueError(
+            f"{dp // shards} copies x {shards} shards x {t} tensor parallel are not {dist.get_world_size()} ranks"
+        )
+    sizes = {"copies": dp // shards, "shards": shards, "tp": t}
+    # A dimension of size 1 would cost a collective among one, except that of the shards, which fully_shard can't do without.
+    names = [n for n in sizes if sizes[n] > 1 or (n == "shards" and dp > 1)]
+    mesh = init_device_mesh(device_type, tuple(sizes[n] for n in names), mesh_dim_names=tuple(names))
+    data_names = tuple(n for n in names if n != "tp")
+    return Meshes(
+        TensorParallel(mesh["tp"], parallel.sequence_parallel) if t > 1 else TensorParallel(),
+        mesh[data_names] if dp > 1 else None,
+        dp,
+        dist.get_rank() // t,
+    )
 
 
 def stop_processes() -> None:

@@ -13,7 +13,7 @@ from fusions.catalogue import OPERATIONS
 from fusions.fused_adam import Group, Update
 from fusions.registry import REFERENCE, Counters, FusionPlan
 from models.fusion_sites import OPTIMIZER_FLAG
-from trainer.gradients import local_gradient
+from trainer.gradients import local_gradient, partial_parameters
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Optimizer:
         named = list(model.named_parameters())
         self.names = {id(parameter): name for name, parameter in named}
         self.parameters = [parameter for _, parameter in named]
+        self.partial = partial_parameters(model)
         self.config, self.betas = config, (config.betas[0], config.betas[1])
         decision = plan.decision(OPTIMIZER_FLAG, "optimizer")
         self.update: Update = OPERATIONS[decision.operation].function(decision.runs)
@@ -70,7 +71,8 @@ class Optimizer:
         """
         clip = self.config.clip_grad
         scale = torch.clamp((norm + 1e-6) / clip, min=1.0) if clip > 0 else torch.ones_like(norm)
-        for parameters, decay in self.groups:
+        for whole_group, decay in self.groups:
+            parameters = [p for p in whole_group if _local(p).numel()]  # a rank may have nothing of a small one
             states = [self.states[id(p)] for p in parameters]
             group = Group(
                 [_local(p) for p in parameters],
@@ -91,7 +93,7 @@ class Optimizer:
         theirs = {other.names[id(p)]: p for p in other.parameters}
         swap = {id(p): theirs[self.names[id(p)]] for p in self.parameters}
         self.groups = [([swap[id(p)] for p in group], decay) for group, decay in self.groups]
-        self.parameters = [swap[id(p)] for p in self.parameters]
+        self.parameters, self.partial = ([swap[id(p)] for p in group] for group in (self.parameters, self.partial))
         self.names, self.states = other.names, other.states
 
     def zero_grad(self) -> None:

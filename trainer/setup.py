@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from configs.load import LoadedConfig
-from configs.run import RunConfig
+from configs.run import ParallelConfig, RunConfig
 from fusions.machine import probe
 from fusions.registry import Counters, FusionPlan
 from models.bert import BertModel
@@ -23,13 +23,14 @@ from models.init import initialise
 from models.language_model import LanguageModel
 from models.layer_specs import bert_spec, gpt_spec, t5_spec
 from models.t5 import T5Model
-from models.tensor_parallel.params import TensorParallel
+from models.tensor_parallel.params import TensorParallel, parameters_without_memory
 from trainer.auto import auto_times
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.log import Log, show_plan
-from trainer.meshes import agree, pick_device, start_processes, world_size
+from trainer.meshes import Meshes, agree, pick_device, start_processes, world_size
 from trainer.optimizer import Optimizer
 from trainer.runtime import PRECISIONS, allocator_settings, keep_freed_memory, measure_gemm_rate
+from trainer.sharding import shard_over_data
 
 _FAMILIES: dict[str, tuple[Any, Any]] = {
     "gpt": (gpt_spec, GPTModel),
@@ -44,7 +45,7 @@ class Job:
 
     loaded: LoadedConfig
     device: torch.device
-    tp: TensorParallel
+    meshes: Meshes
     plan: FusionPlan
     counters: Counters
     model: LanguageModel
@@ -58,7 +59,7 @@ class Job:
         return self.loaded.config
 
 
-def start(loaded: LoadedConfig, log: Log, keep_memory: bool = True) -> tuple[torch.device, TensorParallel]:
+def start(loaded: LoadedConfig, log: Log, keep_memory: bool = True) -> tuple[torch.device, Meshes]:
     """Allocator, device, process group: what a process does once, whatever it builds afterwards."""
     machine = probe(loaded.config.run.device)
     if machine.device == "cpu":
@@ -66,11 +67,10 @@ def start(loaded: LoadedConfig, log: Log, keep_memory: bool = True) -> tuple[tor
         torch.set_num_threads(loaded.config.run.threads or _threads_per_process())
         log.line(f"cpu, {world_size()} process(es) of {torch.get_num_threads()} thread(s); {note}")
     device = pick_device(machine.device)
-    tp = start_processes(loaded.config.parallel, device)
-    return device, tp
+    return device, start_processes(loaded.config.parallel, device)
 
 
-def build_job(loaded: LoadedConfig, device: torch.device, tp: TensorParallel, log: Log) -> Job:
+def build_job(loaded: LoadedConfig, device: torch.device, meshes: Meshes, log: Log) -> Job:
     """Everything up to the first step. Raises FusionError, UserError."""
     config = loaded.config
     machine = probe(device.type)
@@ -79,24 +79,35 @@ def build_job(loaded: LoadedConfig, device: torch.device, tp: TensorParallel, lo
     plan = fusion_plan(config, machine, auto_times(config, machine, device, saved_plan, log))
     agree("the fusion plan", plan.hash())
     agree("the configuration", json.dumps(config.model_dump(), sort_keys=True))
-    model, counters = build_model(config, plan, tp, device)
+    model, counters = build_model(config, plan, meshes, device)
     optimizer = Optimizer(model, config.optimizer, plan, counters)
     gemm_rate = measure_gemm_rate(device, PRECISIONS[config.training.precision])
-    return Job(loaded, device, tp, plan, counters, model, optimizer, gemm_rate, log)
+    return Job(loaded, device, meshes, plan, counters, model, optimizer, gemm_rate, log)
 
 
-def build_model(config: RunConfig, plan: FusionPlan, tp: TensorParallel, device: torch.device) -> tuple[Any, Counters]:
+def build_model(config: RunConfig, plan: FusionPlan, meshes: Meshes, device: torch.device) -> tuple[Any, Counters]:
     """The model with its initial weights, and the counters of its fusion sites."""
     counters = Counters()
-    model = make_model(config, plan, counters, tp, device)
+    model = make_model(config, plan, counters, meshes, device)
     initialise(model, config.training.seed)
     return model, counters
 
 
 def make_model(
+    config: RunConfig, plan: FusionPlan, counters: Counters, meshes: Meshes, device: torch.device
+) -> LanguageModel:
+    """The model, its parameters sharded as they will be; they hold nothing yet."""
+    if meshes.data is None:
+        return _whole_model(config, plan, counters, meshes.tp, device)
+    with parameters_without_memory():
+        model = _whole_model(config, plan, counters, meshes.tp, device)
+    shard_over_data(model, meshes, config.parallel)
+    return model.to_empty(device=device)
+
+
+def _whole_model(
     config: RunConfig, plan: FusionPlan, counters: Counters, tp: TensorParallel, device: torch.device
 ) -> LanguageModel:
-    """The model; its parameters hold nothing yet."""
     make_spec, family = _FAMILIES[config.model.family]
     spec = make_spec(config.transformer, plan, counters, config.training.compile_layers)
     return family(config.model, config.transformer, spec, tp, device, PRECISIONS[config.training.precision])
@@ -107,12 +118,22 @@ def describe(job: Job) -> None:
     config, log = job.config, job.log
     parameters = sum(p.numel() for p in job.model.parameters())
     log.line(
-        f"{config.model.family} {parameters:,} parameters; tensor parallel {job.tp.size}"
-        f"{' with sequence parallel' if config.parallel.sequence_parallel else ''}; {config.training.precision}; "
+        f"{config.model.family} {parameters:,} parameters; tensor parallel {job.meshes.tp.size}"
+        f"{' with sequence parallel' if config.parallel.sequence_parallel else ''}; {_data_parallel_words(config.parallel)}"
+        f"{config.training.precision}; "
         f"matrix product {job.gemm_rate / 1e9:,.0f} GFLOP/s per process"
     )
     log.line(job.optimizer.describe())
     show_plan(log, job.plan)
+
+
+def _data_parallel_words(parallel: ParallelConfig) -> str:
+    dp, shards = parallel.data_parallel, parallel.shard_size
+    if dp == 1:
+        return ""
+    what = {"optimizer": "optimizer state and gradients", "full": "parameters, optimizer state and gradients"}
+    split = "" if shards == 1 else f" ({what[parallel.data_sharding]} over {shards})"
+    return f"data parallel {dp}{split}; "
 
 
 def write_description(job: Job) -> None:

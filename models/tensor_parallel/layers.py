@@ -89,7 +89,7 @@ class RowParallelLinear(ParallelModule):
         self.add_parameter("weight", (output_size, input_size), normal(init_std), shard_dim=1)
         self.has_bias = bias
         if bias:
-            self.add_parameter("bias", (output_size,), constant(0.0))
+            self.add_parameter("bias", (output_size,), constant(0.0), on_sharded_tokens=tp.sequence_parallel)
 
     def forward(self, x: Tensor) -> Output:
         """(sum over ranks of x A^T, bias [out] or None)."""
@@ -100,7 +100,7 @@ class RowParallelLinear(ParallelModule):
             output = regions.reduce_from_tensor_parallel_region(output, self.tp.group)
         if not self.has_bias:
             return output, None
-        return output, self.local("bias", x.dtype, on_sharded_tokens=self.tp.sequence_parallel)
+        return output, self.local("bias", x.dtype)
 
 
 class VocabParallelEmbedding(ParallelModule):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from models.init import InitRule
 
@@ -46,36 +48,58 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.tp, self._device = tp, device
         self.init_rules: dict[str, InitRule] = {}
+        self.partial_gradients: set[str] = set()
 
-    def add_parameter(self, name: str, shape: tuple[int, ...], rule: InitRule, shard_dim: int | None = None) -> None:
-        """Register a parameter of the global `shape`; `shard_dim` None replicates it. Filled by `initialise`."""
+    def add_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rule: InitRule,
+        shard_dim: int | None = None,
+        on_sharded_tokens: bool = False,
+    ) -> None:
+        """Register a parameter of the global `shape`; `shard_dim` None replicates it. Filled by `initialise`.
+
+        A replicated parameter that sees only this rank's share of the tokens (`on_sharded_tokens`: under sequence parallel) gets
+        a gradient that is one part of a sum over the tensor-parallel ranks; its name is kept in `partial_gradients`, and
+        trainer/gradients.py adds the parts up once a step. Other parameters need no sum.
+        """
+        assert not (on_sharded_tokens and shard_dim is not None), "a sharded parameter has a gradient of its own"
         self.init_rules[name] = rule
+        if on_sharded_tokens:
+            self.partial_gradients.add(name)
         local_shape = list(shape)
         if shard_dim is not None:
             local_shape[shard_dim] //= self.tp.size
-        local = torch.empty(local_shape, dtype=torch.float32, device=self._device)
+        device = torch.device("meta") if _WITHOUT_MEMORY else self._device
+        local = torch.empty(local_shape, dtype=torch.float32, device=device)
         if self.tp.mesh is not None:
             placement = Replicate() if shard_dim is None else Shard(shard_dim)
             local = DTensor.from_local(local, self.tp.mesh, [placement], run_check=False)
         self.register_parameter(name, nn.Parameter(local))
 
-    def local(self, name: str, dtype: torch.dtype, on_sharded_tokens: bool = False) -> Tensor:
-        """This rank's part of a parameter, in the dtype of the computation.
-
-        A replicated parameter used on a shard of the tokens has a partial gradient; it is marked so, and
-        trainer/gradients.py sums it. Sharded parameters, and replicated ones that see all tokens, need no reduction.
-        """
-        return local_tensor(self.get_parameter(name), on_sharded_tokens).to(dtype)
+    def local(self, name: str, dtype: torch.dtype) -> Tensor:
+        """This rank's part of a parameter, in the dtype of the computation."""
+        return local_tensor(self.get_parameter(name)).to(dtype)
 
 
-def local_tensor(parameter: Tensor, on_sharded_tokens: bool = False) -> Tensor:
-    """The local tensor of a parameter, with the placement of its gradient stated."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    placement = parameter.placements[0]
-    if on_sharded_tokens and placement.is_replicate():
-        placement = Partial()
-    return parameter.to_local(grad_placements=[placement])
+def local_tensor(parameter: Tensor) -> Tensor:
+    """The local tensor of a parameter; its gradient is placed as the parameter is (fully_shard would sum a Partial one by a
+    collective of its own, for each parameter and micro-batch)."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+_WITHOUT_MEMORY: list[bool] = []
+
+
+@contextlib.contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Parameters made inside are on the meta device: they are sharded further before they get any memory."""
+    _WITHOUT_MEMORY.append(True)
+    try:
+        yield
+    finally:
+        _WITHOUT_MEMORY.pop()
 
 
 class ParameterGradient:

@@ -16,6 +16,7 @@ from models.language_model import LanguageModel
 from models.tensor_parallel.params import TensorParallel
 from trainer.data.bert_dataset import IGNORED, BertSample
 from trainer.data.t5_dataset import T5Sample
+from trainer.meshes import Meshes
 from trainer.optimizer import Optimizer
 from trainer.setup import build_model
 
@@ -53,10 +54,12 @@ def run_config(overrides: dict[str, Any], fused: bool | tuple[str, ...] = False)
     return config
 
 
-def build(config: RunConfig, plan: FusionPlan | None = None, tp: TensorParallel | None = None) -> tuple[Any, Counters]:
+def build(
+    config: RunConfig, plan: FusionPlan | None = None, tp: TensorParallel | None = None, meshes: Meshes | None = None
+) -> tuple[Any, Counters]:
     """The model with its initial weights."""
     plan = plan or fusion_plan(config, probe("cpu"))
-    return build_model(config, plan, tp or TensorParallel(), torch.device("cpu"))
+    return build_model(config, plan, meshes or Meshes(tp or TensorParallel()), torch.device("cpu"))
 
 
 def optimizer_of(config: RunConfig, model: LanguageModel, counters: Counters | None = None) -> Optimizer:

@@ -21,7 +21,7 @@ from tests.distributed import run_ranks
 from tests.models.build import build, optimizer_of, run_config, samples_of
 from tests.numerics import relative
 from trainer.data.families import make_batch
-from trainer.gradients import reduce_partial_gradients
+from trainer.gradients import partial_parameters, reduce_partial_gradients
 from trainer.loop import train_step
 
 LOSS_RTOL = GRADIENT_RTOL = 1e-5
@@ -175,7 +175,7 @@ def _layers() -> dict[str, Any]:
         y, bias = row(torch.ones(4, 1, 2 // size))
         out["T03", sp] = (y + bias).flatten().tolist()
         (y + bias).sum().backward()
-        reduce_partial_gradients(row.parameters())
+        reduce_partial_gradients(partial_parameters(row), mesh.get_group())
         out["T04", sp] = row.bias.grad.to_local().tolist()
     column = ColumnParallelLinear(8, (8,), bias=False, init_std=1.0, tp=TensorParallel(mesh), device=device)
     from models.init import initialise

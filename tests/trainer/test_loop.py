@@ -245,14 +245,15 @@ def test_G09_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(
     import trainer.loop as loop
 
     built = job(tiny, "training.train_iters=5", "logging.log_interval=1")
-    original, weights = loop.global_norm, {}
+    original, weights = loop.norm_and_sums, {}
 
-    def poisoned(parameters):
+    def poisoned(parameters, sums, size):
         number = len(weights) + 1
         weights[number] = built.optimizer.parameters[0].detach().clone()
-        return original(parameters) * (float("nan") if number == 3 else 1.0)
+        norm, sums = original(parameters, sums, size)
+        return norm * (float("nan") if number == 3 else 1.0), sums
 
-    monkeypatch.setattr(loop, "global_norm", poisoned)
+    monkeypatch.setattr(loop, "norm_and_sums", poisoned)
     train(built)
     rows = [r for r in read_metrics(tiny / "run" / "metrics.jsonl") if "loss" in r]
     assert [r["skipped"] for r in rows] == [False, False, True, False, False]
@@ -264,7 +265,7 @@ def test_G09_too_many_in_a_row_end_the_job(tiny: Path, monkeypatch: pytest.Monke
     import trainer.loop as loop
 
     built = job(tiny, "training.max_nonfinite_iters=3", "logging.log_interval=1")
-    monkeypatch.setattr(loop, "global_norm", lambda parameters: torch.tensor(float("inf")))
+    monkeypatch.setattr(loop, "norm_and_sums", lambda parameters, sums, size: (torch.tensor(float("inf")), sums))
     with pytest.raises(FloatingPointError, match="3 iterations in a row were skipped"):
         train(built)
 

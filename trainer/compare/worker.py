@@ -70,18 +70,21 @@ class ArmRun:
     def step(self, batches: list[Any] | None = None) -> StepResult:
         """One training step on the batches that come next."""
         self.iteration += 1
-        batches = training_batches(self.dataset, self.job.config, self.iteration) if batches is None else batches
+        batches = self._batches(self.iteration) if batches is None else batches
         return train_step(self.job.model, self.job.optimizer, batches, self.job.config, self.iteration)
 
     def timed(self, count: int) -> float:
         """Seconds of `count` steps, between two points where all ranks and the device are done."""
-        batches = [training_batches(self.dataset, self.job.config, self.iteration + i + 1) for i in range(count)]
+        batches = [self._batches(self.iteration + i + 1) for i in range(count)]
         self._meet()
         begin = time.perf_counter()
         for batch in batches:
             self.step(batch)
         self._meet()
         return time.perf_counter() - begin
+
+    def _batches(self, iteration: int) -> list[Any]:
+        return training_batches(self.dataset, self.job.config, iteration, self.job.meshes.data_rank)
 
     def _meet(self) -> None:
         synchronise(self.job.device)
@@ -107,7 +110,7 @@ class Worker:
         self.plan, self.log = plan, Log(rank=1)
         self.arms: dict[str, ArmRun] = {}
         self.datasets: dict[str, TrainingSet] = {}
-        self.device, self.tp = start(plan.load(plan.arm(arm)), self.log)
+        self.device, self.meshes = start(plan.load(plan.arm(arm)), self.log)
 
         # Its wait for the next request has no end: while others have their turn, it may take longer than any collective.
         self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(days=30)) if dist.is_initialized() else None
@@ -123,13 +126,15 @@ class Worker:
         """The arm, built when it is first needed."""
         if name not in self.arms:
             loaded = self.plan.load(self.plan.arm(name))
-            job = build_job(loaded, self.device, self.tp, self.log)
+            job = build_job(loaded, self.device, self.meshes, self.log)
             self._share(job)
             self.arms[name] = ArmRun(job, self._dataset(job))
         return self.arms[name]
 
     def _share(self, job: Job) -> None:
-        """Give an arm the parameters and optimizer state of the first one that has the same."""
+        """Give an arm the parameters and optimizer state of the first one that has the same; not those that fully_shard keeps."""
+        if self.meshes.data is not None:
+            return
         mine = dict(job.model.named_parameters())
         for other in self.arms.values():
             theirs = dict(other.job.model.named_parameters())
@@ -203,13 +208,15 @@ class Worker:
         """Whether two steps at this micro-batch size fit on the GPU. With several ranks, running out of memory ends the group."""
         chosen, size = self.plan.arm(arm), micro_batch
         batch = [f"training.micro_batch_size={size}", f"training.global_batch_size={size}"]
-        job = build_job(chosen.load(self.plan.config_path, [*self.plan.overrides], batch), self.device, self.tp, self.log)
+        job = build_job(
+            chosen.load(self.plan.config_path, [*self.plan.overrides], batch), self.device, self.meshes, self.log
+        )
         self._share(job)
         run = ArmRun(job, self._dataset(job))
         try:
             run.timed(2)
         except torch.cuda.OutOfMemoryError:
-            if self.tp.size > 1:
+            if dist.is_initialized():
                 raise
             return {"fits": False}
         finally:
@@ -253,7 +260,7 @@ def main(plan_path: str, arm: str, folder: str) -> None:
     """Answer requests until the conductor closes the stream."""
     worker = Worker(ComparisonPlan.read(plan_path), arm)
     stream = None
-    if worker.tp.rank == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(os.path.join(folder, "socket"))
         stream = connection.makefile("rw")

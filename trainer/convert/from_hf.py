@@ -19,7 +19,6 @@ from configs.transformer import FUSION_FLAGS
 from fusions.machine import Machine
 from fusions.registry import Counters
 from models.fusion_sites import fusion_plan
-from models.tensor_parallel.params import TensorParallel
 from trainer.checkpoint import MARKER, STATE
 from trainer.convert.read_config import read_hf_config
 from trainer.convert.rules import Rule, rules_of
@@ -27,6 +26,7 @@ from trainer.convert.safetensors_file import SafetensorsFolder, SafetensorsWrite
 from trainer.convert.staging import staged
 from trainer.data.tokenizer import END_OF_DOCUMENT
 from trainer.errors import ConvertError
+from trainer.meshes import Meshes
 from trainer.setup import make_model
 
 COMPANION_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -151,7 +151,7 @@ def parameter_shapes(config: RunConfig) -> dict[str, tuple[int, ...]]:
         update={"transformer": config.transformer.model_copy(update=dict.fromkeys(FUSION_FLAGS, False))}
     )
     plan = fusion_plan(config, Machine("cpu", compile_problem="", torch_version=torch.__version__))
-    model = make_model(config, plan, Counters(), TensorParallel(), torch.device("meta"))
+    model = make_model(config, plan, Counters(), Meshes(), torch.device("meta"))
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 

@@ -26,7 +26,8 @@ from trainer.convert.rules import rules_of
 from trainer.convert.to_hf import convert_to_hf
 from trainer.convert.write_config import hf_type_of
 from trainer.errors import ConvertError
-from trainer.gradients import reduce_partial_gradients
+from trainer.gradients import partial_parameters, reduce_partial_gradients
+from trainer.meshes import Meshes
 from trainer.setup import build_model
 
 TOLERANCE = 1e-5
@@ -41,13 +42,13 @@ def compare(name: str, hf_folder: str, checkpoint: str, backend: str = "unfused"
     saved["transformer"] |= {"attention_backend": backend, "attention_dropout": 0.0}
     config = RunConfig.model_validate(saved)
     assert config.problems() == []
-    model, _ = build_model(config, fusion_plan(config, probe("cpu")), tp, torch.device("cpu"))
+    model, _ = build_model(config, fusion_plan(config, probe("cpu")), Meshes(tp), torch.device("cpu"))
     load_tensors(Path(checkpoint), model, None)
     data, theirs = batch(family(name)), load(Path(hf_folder))
     ours, expected = our_forward(model.eval(), name, data), hf_forward(theirs, name, data)
     for result in (ours, expected):
         result["loss"].backward()
-    reduce_partial_gradients(model.parameters())
+    reduce_partial_gradients(partial_parameters(model), model.tp.group)
     found = {"loss": abs(ours["loss"].item() / expected["loss"].item() - 1)}
     logits = ours["logits"] if size == 1 else torch.cat(_gather(ours["logits"]), -1)
     real = data["decoder_real"] if family(name) == "t5" else data["real"]
