@@ -131,6 +131,14 @@ class TrainingConfig(Section):
         False,
         description="torch.compile of every transformer layer as a whole, with the fusions that the flags chose in it.",
     )
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none",
+        description="Activations that the backward computes again instead of keeping them: none; what is large and cheap "
+        "(unfused attention's scores and softmax, the MLP's activation, norms); all of a layer but its input.",
+    )
+    recompute_num_layers: PositiveInt | None = Field(
+        None, description="Only in so many layers of each stack, the first ones (a block); null: in all."
+    )
     max_nonfinite_iters: PositiveInt = Field(
         10, description="End the job after this many iterations in a row whose gradient is not finite (each is skipped)."
     )
@@ -209,7 +217,25 @@ class RunConfig(Section):
             *self._batch_problems(),
             *self._data_problems(),
             *self._schedule_problems(),
+            *self._recompute_problems(),
         ]
+
+    def _recompute_problems(self) -> list[Problem]:
+        mode, layers = self.training.recompute, self.training.recompute_num_layers
+        if mode == "selective" and self.training.compile_layers:
+            return [
+                Problem(
+                    "training.recompute",
+                    "is selective with compile_layers, where the compiler decides what inside a layer is kept; set it to full or "
+                    "none, or compile_layers to false",
+                )
+            ]
+        if layers is not None and mode == "none":
+            return [Problem("training.recompute_num_layers", f"is {layers}, but recompute is none; set one of them")]
+        most = max(self.transformer.num_layers, self.model.decoder_num_layers or 0)
+        if layers is not None and layers > most:
+            return [Problem("training.recompute_num_layers", f"{layers} is more than the {most} layers there are")]
+        return []
 
     def _parallel_problems(self, t: int, world_size: int | None) -> list[Problem]:
         found = []

@@ -30,27 +30,47 @@ class GradientSlot(Protocol):
         """Keep a new total."""
 
 
+class Pending(Protocol):
+    """A tensor that may still be on its way."""
+
+    def wait(self) -> Tensor:
+        """The tensor, complete."""
+        ...
+
+
+class Around(Protocol):
+    """Communication around a product: x is brought together before it, the gradient of the whole x is summed after it."""
+
+    def gather(self, x: Tensor) -> Pending:
+        """Start to bring x together; the whole."""
+        ...
+
+    def reduce(self, grad: Tensor) -> Pending:
+        """Start to sum the gradient of the whole x over the ranks; the gradient of x. May write into `grad`."""
+        ...
+
+
 Accumulate = Callable[[Tensor, Tensor, Tensor], None]  # (x [n, in], dy [n, out], total [out, in]): total += dy^T x
 
 
-def reference(x: Tensor, weight: Tensor, slot: GradientSlot) -> Tensor:
+def reference(x: Tensor, weight: Tensor, slot: GradientSlot | None, around: Around | None = None) -> Tensor:
     """The definition: autograd computes the gradient and adds it; `slot` is not used."""
-    return F.linear(x, weight)
+    return F.linear(x, weight) if around is None else _Linear.apply(x, weight, None, None, around)
 
 
-def addmm(x: Tensor, weight: Tensor, slot: GradientSlot) -> Tensor:
+def addmm(x: Tensor, weight: Tensor, slot: GradientSlot, around: Around | None = None) -> Tensor:
     """The same with the addition inside torch's own product."""
-    return _Linear.apply(x, weight, slot, add_product)
+    return _Linear.apply(x, weight, slot, add_product, around)
 
 
-def with_apex(x: Tensor, weight: Tensor, slot: GradientSlot) -> Tensor:
+def with_apex(x: Tensor, weight: Tensor, slot: GradientSlot, around: Around | None = None) -> Tensor:
     """The same with Apex's fused_weight_gradient_mlp_cuda."""
-    return _Linear.apply(x, weight, slot, apex.accumulate_wgrad)
+    return _Linear.apply(x, weight, slot, apex.accumulate_wgrad, around)
 
 
-def with_transformer_engine(x: Tensor, weight: Tensor, slot: GradientSlot) -> Tensor:
+def with_transformer_engine(x: Tensor, weight: Tensor, slot: GradientSlot, around: Around | None = None) -> Tensor:
     """The same with TransformerEngine's accumulating GEMM."""
-    return _Linear.apply(x, weight, slot, transformer_engine.accumulate_wgrad)
+    return _Linear.apply(x, weight, slot, transformer_engine.accumulate_wgrad, around)
 
 
 def add_product(x: Tensor, grad: Tensor, total: Tensor) -> None:
@@ -64,30 +84,51 @@ def add_product(x: Tensor, grad: Tensor, total: Tensor) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """Saves x and weight. The weight's own gradient is None: it is in the slot, so that nothing adds it twice."""
+    """Saves x, as it is before it is brought together, and weight.
+
+    With `accumulate` the weight's own gradient is None: it is in the slot, so that nothing adds it twice.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, slot: GradientSlot, accumulate: Accumulate) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, slot: Any, accumulate: Accumulate | None, around: Around | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.slot, ctx.accumulate = slot, accumulate
-        return F.linear(x, weight)
+        ctx.slot, ctx.accumulate, ctx.around = slot, accumulate, around
+        return F.linear(x if around is None else around.gather(x).wait(), weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx = grad @ weight if ctx.needs_input_grad[0] else None
-        if ctx.needs_input_grad[1]:
-            flat_x, flat_grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-            total = ctx.slot.read()
-            if total is None and x.dtype == torch.float32:
-                ctx.slot.write(flat_grad.t() @ flat_x)
-            else:
-                if total is None:
-                    total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-                    ctx.slot.write(total)
-                ctx.accumulate(flat_x, flat_grad, total)
-        return dx, None, None, None
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        around, gathered, reduced = ctx.around, None, None
+        if around is not None and needs_weight:
+            gathered = around.gather(x)
+        dx = grad @ weight if needs_x else None
+        if gathered is not None:
+            x = gathered.wait()
+        if around is not None and dx is not None:
+            reduced = around.reduce(dx)
+        dweight = None
+        if needs_weight:
+            dweight = _weight_gradient(ctx, x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1]), weight)
+        return dx if reduced is None else reduced.wait(), dweight, None, None, None
+
+
+def _weight_gradient(ctx: Any, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor | None:
+    """dW of x [n, in] and dy [n, out]; None where it was added to the slot."""
+    if ctx.accumulate is None:
+        return grad.t() @ x
+    total = ctx.slot.read()
+    if total is None and x.dtype == torch.float32:
+        ctx.slot.write(grad.t() @ x)
+        return None
+    if total is None:
+        total = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        ctx.slot.write(total)
+    ctx.accumulate(x, grad, total)
+    return None
 
 
 BACKENDS = {

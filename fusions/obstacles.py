@@ -59,6 +59,17 @@ def _half(facts: Facts) -> list[Obstacle]:
     return [] if facts.dtype in ("bf16", "fp16") else [Obstacle("dtype", f"{facts.dtype}; the kernel takes fp16 and bf16")]
 
 
+def _own_gradient(facts: Facts) -> list[Obstacle]:
+    """Under data parallel a layer computes with fully_shard's copy of its weight, whose gradient has the copy's dtype."""
+    if facts.dtype == "fp32" or facts.option("data_parallel") in (None, 1):
+        return []
+    return [
+        Obstacle(
+            "dtype", f"{facts.dtype} with data parallel: a {facts.dtype} copy of the weight can't have an fp32 gradient"
+        )
+    ]
+
+
 def _option(name: str, *allowed: object) -> Check:
     """The option must have one of these values."""
 
@@ -149,7 +160,7 @@ APEX: dict[str, Check] = {
         _option("interleaved", False),
         _option("positions_per_sample", False),
     ),
-    "linear_wgrad": _all(_cuda, _extension("fused_weight_gradient_mlp_cuda")),
+    "linear_wgrad": _all(_cuda, _extension("fused_weight_gradient_mlp_cuda"), _own_gradient),
     "adamw": _all(_APEX, _extension("amp_C")),
 }
 TRANSFORMER_ENGINE: dict[str, Check] = {
@@ -164,7 +175,7 @@ TRANSFORMER_ENGINE: dict[str, Check] = {
         _option("qk_bias", False),
     ),
     "cross_entropy": _all(_TE, _te_version((2, 1)), _te_cross_entropy, _option("z_loss", 0.0), _option("soft_cap", None)),
-    "linear_wgrad": _all(_TE, _te_version((2, 20))),  # older ones want a workspace from the caller
+    "linear_wgrad": _all(_TE, _te_version((2, 20)), _own_gradient),  # older ones want a workspace from the caller
     "adamw": _TE,
 }
 
@@ -173,7 +184,7 @@ def addmm(facts: Facts) -> list[Obstacle]:
     """cuBLAS adds a half-precision product to fp32; on a CPU only fp32 does (oneDNN has no mixed addmm)."""
     if facts.machine.device == "cpu" and facts.dtype != "fp32":
         return [Obstacle("dtype", f"{facts.dtype} on a cpu: addmm can't add a {facts.dtype} product to an fp32 gradient")]
-    return []
+    return _own_gradient(facts)
 
 
 def torch_fused(facts: Facts) -> list[Obstacle]:

@@ -9,10 +9,11 @@ A plan has one decision per (flag, site kind): the final norm is decided apart f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -247,6 +248,7 @@ class SiteCounts:
 
     fused: int = 0
     reference: int = 0
+    recomputed: int = 0  # calls made again in a backward, whatever they ran
     fallbacks: dict[str, int] = field(default_factory=dict)  # reason -> calls that fell back for it
 
     @property
@@ -260,13 +262,23 @@ class Counters:
 
     def __init__(self) -> None:
         self.sites: dict[tuple[str, str], SiteCounts] = {}
+        self.in_recompute = False
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Calls inside are made again, for a backward; they are counted apart."""
+        self.in_recompute = True
+        try:
+            yield
+        finally:
+            self.in_recompute = False
 
     def site(self, flag: str, site: str) -> SiteCounts:
         """The counts of a site kind, made on first use."""
         return self.sites.setdefault((flag, site), SiteCounts())
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain data for metrics.jsonl: {"flag @ site": {fused, reference, fallbacks}}."""
+        """Plain data for metrics.jsonl: {"flag @ site": {fused, reference, recomputed, fallbacks}}."""
         return {f"{flag} @ {site}": asdict(counts) for (flag, site), counts in sorted(self.sites.items())}
 
     def never_called(self, plan: FusionPlan) -> list[Decision]:
@@ -287,9 +299,11 @@ class BoundFusion:
         self._function: Callable[..., Any] = operation.function(decision.runs)
         self._backend = operation.backend(decision.runs)
         self._reason_by_shape: dict[tuple[int, ...], str] = {}
-        self._counts = counters.site(decision.flag, decision.site)
+        self._counts, self._counters = counters.site(decision.flag, decision.site), counters
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: D102  said by the class
+        if self._counters.in_recompute:
+            return self._again(x, *args, **kwargs)
         if self._backend is None:
             self._counts.reference += 1
             return self._reference(x, *args, **kwargs)
@@ -305,6 +319,12 @@ class BoundFusion:
         self._counts.reference += 1
         self._counts.fallbacks[reason] = self._counts.fallbacks.get(reason, 0) + 1
         return self._reference(x, *args, **kwargs)
+
+    def _again(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """What ran in the forward, for a shape seen there."""
+        self._counts.recomputed += 1
+        fits = self._backend is not None and not self._reason_by_shape.get(tuple(x.shape))
+        return (self._function if fits else self._reference)(x, *args, **kwargs)
 
     def _obstacles(self, shape: tuple[int, ...]) -> str:
         """What a shape has against the backend, beyond what was known when the plan was made."""

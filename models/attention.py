@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from configs.transformer import TransformerConfig
 from fusions.random import MaskKey
 from models.cache import LayerCache
+from models.core_attention import SDPAttention, UnfusedAttention
+from models.recompute import Recompute
 from models.spec import Slot, build_module
 from models.tensor_parallel.layers import Output
 from models.tensor_parallel.params import TensorParallel
@@ -36,7 +39,21 @@ class CrossAttentionSubmodules:
     linear_proj: Slot
 
 
-class SelfAttention(nn.Module):
+class _Attention(nn.Module):
+    """What both have: a core that may be run again in the backward."""
+
+    core_attention: UnfusedAttention | SDPAttention
+    selective: Recompute | None = None
+
+    def _core(self, *args: Any) -> Tensor:
+        """The core of (q, k, v, mask, position bias, mask key). SDPA keeps no scores, so there is nothing to forget."""
+        core = self.core_attention
+        if self.selective is None or isinstance(core, SDPAttention):
+            return core(*args)
+        return self.selective.run(core, *args, draws=args[-1] is None and core.dropout_prob > 0)
+
+
+class SelfAttention(_Attention):
     """x [s, b, h] (or [s/t, b, h]) -> (output of that shape, bias of the projection, not yet added)."""
 
     def __init__(
@@ -70,10 +87,10 @@ class SelfAttention(nn.Module):
         q, k, v = self.split_qkv(mixed, bias, self.head_dim, inputs.rotary)  # [s, b, n/t, d], [s, b, g/t, d] twice
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.linear_proj(self.core_attention(q, k, v, inputs.attention_mask, inputs.position_bias, mask_key))
+        return self.linear_proj(self._core(q, k, v, inputs.attention_mask, inputs.position_bias, mask_key))
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(_Attention):
     """x [s, b, h] (or [s/t, b, h]) looks at `inputs.context` -> (output of x's shape, bias of the projection)."""
 
     def __init__(
@@ -116,7 +133,7 @@ class CrossAttention(nn.Module):
         k, v = self._keys_and_values(inputs.context) if cache is None or cache.cross is None else cache.cross
         if cache is not None:
             cache.cross = (k, v)
-        return self.linear_proj(self.core_attention(q, k, v, inputs.context_mask, None, mask_key))
+        return self.linear_proj(self._core(q, k, v, inputs.context_mask, None, mask_key))
 
     def _keys_and_values(self, context: Tensor | None) -> tuple[Tensor, Tensor]:
         if context is None:

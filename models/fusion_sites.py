@@ -237,8 +237,10 @@ class _StackSites(_Sites):
 
     def _linear(self, site: str, inputs: int, outputs: int, gated: bool = False, rows: int | None = None) -> Request:
         idle = "the halves of a gated weight are not stored as its product has them" if gated else ""
-        shape = (rows or self.s, self.b, outputs)
-        return self.request("gradient_accumulation_fusion", site, "linear_wgrad", shape, idle=idle, inputs=inputs)
+        shape, dp = (rows or self.s, self.b, outputs), self.config.parallel.data_parallel
+        return self.request(
+            "gradient_accumulation_fusion", site, "linear_wgrad", shape, idle=idle, inputs=inputs, data_parallel=dp
+        )
 
 
 class _EndSites(_Sites):

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from configs.model import ModelConfig
 from configs.transformer import TransformerConfig
+from fusions import fused_linear_wgrad
 from models.init import constant, normal
 from models.norm import Norm
 from models.spec import ModuleSpec, build_module
 from models.tensor_parallel import regions
-from models.tensor_parallel.layers import gather_for_columns
+from models.tensor_parallel.layers import gather_for_columns, product_of_columns
 from models.tensor_parallel.params import ParallelModule, TensorParallel, local_tensor
 
 
@@ -50,8 +51,12 @@ class LanguageModelHead(ParallelModule):
 
     def logits(self, hidden: Tensor, tied_weight: Tensor | None) -> Tensor:
         """[s, b, v/t]; columns at or beyond vocab_size are padding."""
+        weight = self._weight(hidden.dtype, tied_weight)
         bias = self.local("bias", hidden.dtype) if self.has_bias else None
-        return F.linear(gather_for_columns(hidden, self.tp), self._weight(hidden.dtype, tied_weight), bias)
+        if self.tp.group is None:
+            return F.linear(hidden, weight, bias)
+        logits = product_of_columns(fused_linear_wgrad.reference, hidden, weight, None, self.tp)
+        return logits if bias is None else logits + bias
 
     def _weight(self, dtype: torch.dtype, tied_weight: Tensor | None) -> Tensor:
         return local_tensor(self.get_parameter("weight") if tied_weight is None else tied_weight).to(dtype)
@@ -59,7 +64,7 @@ class LanguageModelHead(ParallelModule):
     def _loss_from_hidden(self, hidden: Tensor, tied_weight: Tensor | None, labels: Tensor) -> Tensor:
         """Cross entropy fp32 [b, s] of labels [b, s]; all the logits never exist."""
         whole, weight = gather_for_columns(hidden, self.tp), self._weight(hidden.dtype, tied_weight)
-        return self.loss_function(whole, weight, labels.t(), self.tp.group, vocab_size=self.vocab_size).t()
+        return _own(self.loss_function(whole, weight, labels.t(), self.tp.group, vocab_size=self.vocab_size))
 
     def _loss_from_logits(self, hidden: Tensor, tied_weight: Tensor | None, labels: Tensor) -> Tensor:
         """Cross entropy fp32 [b, s] of labels [b, s], by way of the logits."""
@@ -72,7 +77,12 @@ class LanguageModelHead(ParallelModule):
                 f"logits have {logits.shape[-1]} columns on each of {self.tp.size} ranks; expected this rank's slice of "
                 f"{self.padded_vocab_size // self.tp.size}. Gathered logits would be counted once per rank"
             )
-        return self.loss_function(logits, labels.t(), self.tp.group, vocab_size=self.vocab_size).t()
+        return _own(self.loss_function(logits, labels.t(), self.tp.group, vocab_size=self.vocab_size))
+
+
+def _own(losses: Tensor) -> Tensor:
+    """[s, b] -> [b, s], no view: fully_shard warns of a model that returns one."""
+    return losses.t().clone()
 
 
 class MaskedLMTransform(ParallelModule):

@@ -27,6 +27,7 @@ from models.fusion_sites import (
 )
 from models.mlp import MLP, MLPSubmodules
 from models.norm import Norm
+from models.recompute import Recompute
 from models.rotary import RotatePacked, SplitThenRotate
 from models.spec import ModuleSpec, Slot
 from models.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -68,24 +69,42 @@ class T5Spec:
 # Every call is counted in `counters`. With `compile_layers` the slots of a layer leave that to the stack, which calls it.
 
 
-def gpt_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters, compile_layers: bool = False) -> GPTSpec:
+def gpt_spec(
+    config: TransformerConfig,
+    plan: FusionPlan,
+    counters: Counters,
+    compile_layers: bool = False,
+    recompute: Recompute | None = None,
+) -> GPTSpec:
     """GPT's slots, filled with what the plan decided."""
-    block = _block(config, _Binder(plan, counters, compile_layers), causal=True)
+    block = _block(config, _Binder(plan, counters, compile_layers, recompute=recompute), causal=True)
     return GPTSpec(block, *_loss(plan, counters))
 
 
-def bert_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters, compile_layers: bool = False) -> BertSpec:
+def bert_spec(
+    config: TransformerConfig,
+    plan: FusionPlan,
+    counters: Counters,
+    compile_layers: bool = False,
+    recompute: Recompute | None = None,
+) -> BertSpec:
     """BERT's slots, filled with what the plan decided."""
-    block = _block(config, _Binder(plan, counters, compile_layers), causal=False)
+    block = _block(config, _Binder(plan, counters, compile_layers, recompute=recompute), causal=False)
     bind = _Binder(plan, counters)
     activation = partial(bind("bias_activation_fusion", LM_TRANSFORM), activation=head_activation(config))
     return BertSpec(block, activation, bind.norm(LM_TRANSFORM), _loss(plan, counters)[0])
 
 
-def t5_spec(config: TransformerConfig, plan: FusionPlan, counters: Counters, compile_layers: bool = False) -> T5Spec:
+def t5_spec(
+    config: TransformerConfig,
+    plan: FusionPlan,
+    counters: Counters,
+    compile_layers: bool = False,
+    recompute: Recompute | None = None,
+) -> T5Spec:
     """T5's slots, filled with what the plan decided."""
-    encoder = _block(config, _Binder(plan, counters, compile_layers, ENCODER), causal=False)
-    decoder = _block(config, _Binder(plan, counters, compile_layers, DECODER), causal=True, cross_attention=True)
+    encoder = _block(config, _Binder(plan, counters, compile_layers, ENCODER, recompute), causal=False)
+    decoder = _block(config, _Binder(plan, counters, compile_layers, DECODER, recompute), causal=True, cross_attention=True)
     return T5Spec(encoder, decoder, *_loss(plan, counters))
 
 
@@ -128,7 +147,8 @@ def _block(
     )
     # The norm before the layers is no part of one, so it counts its own calls.
     first = _Binder(bind.plan, bind.counters, stack=bind.stack).norm(_FIRST_NORM)
-    return TransformerBlockSubmodules(first, ModuleSpec(TransformerLayer, submodules=layer), bind.traced, bind.count)
+    spec = ModuleSpec(TransformerLayer, submodules=layer)
+    return TransformerBlockSubmodules(first, spec, bind.traced, bind.count, bind.recompute)
 
 
 def _loss(plan: FusionPlan, counters: Counters) -> tuple[BoundFusion, bool]:
@@ -143,8 +163,16 @@ def _loss(plan: FusionPlan, counters: Counters) -> tuple[BoundFusion, bool]:
 class _Binder:
     """Makes slots of one stack out of decisions; `stack` is what its sites' names start with."""
 
-    def __init__(self, plan: FusionPlan, counters: Counters, traced: bool = False, stack: str = ""):
+    def __init__(
+        self,
+        plan: FusionPlan,
+        counters: Counters,
+        traced: bool = False,
+        stack: str = "",
+        recompute: Recompute | None = None,
+    ):
         self.plan, self.counters, self.traced, self.stack = plan, counters, traced, stack
+        self.recompute = recompute or Recompute()
         self.bound: list[TracedFusion] = []
 
     def decision(self, flag: str, site: str) -> Decision:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.transformer import TransformerConfig
+from models.recompute import Recompute
 from models.spec import Slot, build_module
 from models.tensor_parallel.layers import Output
 from models.tensor_parallel.params import TensorParallel
@@ -36,6 +37,7 @@ class MLP(nn.Module):
             tp=tp,
             device=device,
         )
+        self.selective: Recompute | None = None
         self.bias_activation = build_module(submodules.bias_activation)
         self.linear_fc2 = build_module(
             submodules.linear_fc2,
@@ -50,4 +52,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Output:
         """fc2(activation(fc1(x) + bias))."""
         inner, bias = self.linear_fc1(x)  # [s, b, f/t], or [s, b, 2 f/t]
-        return self.linear_fc2(self.bias_activation(inner, bias))
+        activated = self.bias_activation(inner, bias)
+        if self.selective is None:
+            return self.linear_fc2(activated)
+        with self.selective.forget(activated, lambda: self.bias_activation(inner, bias)):
+            return self.linear_fc2(activated)

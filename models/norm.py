@@ -33,6 +33,12 @@ class Norm(ParallelModule):
         bias = self.local("bias", dtype) if self.has_bias else None
         return weight + 1 if self.zero_centered else weight, bias
 
+    def again(self, x: Tensor) -> Callable[[], Tensor]:
+        """What makes norm(x) anew in the backward, from copies of the weights: fully_shard may have taken them back."""
+        weight, bias = self.weights(x.dtype)
+        x, weight, bias = x.detach(), weight.detach().clone(), None if bias is None else bias.detach().clone()
+        return lambda: self.function(x, weight, bias, self.eps, self.memory_efficient)
+
     def forward(self, x: Tensor) -> Tensor:
         """The normalised x, in x's dtype."""
         weight, bias = self.weights(x.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,20 +13,22 @@ from configs.transformer import TransformerConfig
 from fusions.random import DropoutKeys, dropout, random_mask_key
 from models.cache import KeyValueCache
 from models.dropout import LayerKeys, StackDropout
+from models.recompute import Recompute
 from models.spec import ModuleSpec, Slot, build_module
 from models.tensor_parallel.params import TensorParallel
-from models.transformer_layer import LayerInputs
+from models.transformer_layer import LayerInputs, TransformerLayer
 
 
 @dataclass(frozen=True)
 class TransformerBlockSubmodules:
-    """The specs of the norm before the layers and of every layer; whether layers are compiled, and who is told how many were
-    called."""
+    """The specs of the norm before the layers and of every layer; whether layers are compiled, who is told how many were
+    called, and what the backward computes again."""
 
     input_layernorm: Slot
     layer: ModuleSpec
     compile_layers: bool = False
     count_layers: Callable[[int], None] = lambda layers: None
+    recompute: Recompute = field(default_factory=Recompute)
 
 
 class TransformerBlock(nn.Module):
@@ -51,7 +53,10 @@ class TransformerBlock(nn.Module):
         )
         cross = submodules.layer.submodules.cross_attention is not None
         self.dropout = StackDropout(config, tp, first_dropout_site, cross)
-        self.count_layers = submodules.count_layers
+        self.count_layers, self.recompute = submodules.count_layers, submodules.recompute
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, TransformerLayer) and self.recompute.of_layer(index) == "selective":
+                layer.recompute(self.recompute)
         if submodules.compile_layers:
             for layer in self.layers:
                 # One mathematics: a rounding to half precision stays one, as in fusions/jit.py.
@@ -71,10 +76,15 @@ class TransformerBlock(nn.Module):
         hidden = hidden if self.post_norm else self._drop(hidden, keys, seq_length)
         normalised = self.input_layernorm(hidden)
         normalised = self._drop(normalised, keys, seq_length) if self.post_norm else normalised
+        again = None
         for index, layer in enumerate(layers):
             layer_keys = LayerKeys() if keys is None else self.dropout.layer(index, keys, seq_length)
             layer_cache = None if cache is None else cache.layers[index]
-            hidden, normalised = layer(hidden, normalised, inputs, layer_keys, layer_cache)
+            arguments = hidden, normalised, inputs, layer_keys, layer_cache, again
+            if self.recompute.of_layer(index) == "full" and torch.is_grad_enabled():
+                hidden, normalised, again = self.recompute.run(layer, *arguments, draws=self.training and keys is None)
+            else:
+                hidden, normalised, again = layer(*arguments)
         self.count_layers(len(layers))
         return normalised
 

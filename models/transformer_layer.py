@@ -3,9 +3,11 @@ for what comes next. Pre-norm and post-norm differ in one thing: whether the sum
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +17,12 @@ from fusions.random import MaskKey
 from models.cache import LayerCache
 from models.dropout import LayerKeys
 from models.norm import Norm
+from models.recompute import Recompute
 from models.rotary import Rotary
 from models.spec import Slot, build_module
 from models.tensor_parallel.params import TensorParallel
+
+Again = Callable[[], Tensor] | None
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,10 @@ class AddThenNorm:
 
     bda: Callable[..., Tensor]
 
+    def norm_again(self, norm: Norm, total: Tensor) -> Callable[[], Tensor] | None:
+        """What makes norm(total) anew in the backward."""
+        return norm.again(total)
+
     def __call__(  # noqa: D102  said by the slot
         self,
         x: Tensor,
@@ -73,6 +82,10 @@ class AddAndNorm:
     """The two as one operation: `residual_norm` of fusions/fused_residual_norm.py."""
 
     residual_norm: Callable[..., tuple[Tensor, Tensor]]
+
+    def norm_again(self, norm: Norm, total: Tensor) -> Callable[[], Tensor] | None:
+        """None: there is no kernel for the norm alone that gives the same bits."""
+        return None
 
     def __call__(  # noqa: D102  said by the slot
         self,
@@ -108,6 +121,7 @@ class TransformerLayer(nn.Module):
     ):
         super().__init__()
         self.hidden_dropout, self.post_norm = config.hidden_dropout, config.layernorm_position == "post"
+        self.selective: Recompute | None = None
         self.self_attention = build_module(submodules.self_attention, config, layer_number, tp=tp, device=device)
         self.self_attn_add = build_module(submodules.self_attn_add)
         self.cross_attention = None
@@ -129,17 +143,39 @@ class TransformerLayer(nn.Module):
         inputs: LayerInputs,
         keys: LayerKeys,
         cache: LayerCache | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Attention, cross-attention where there is one, and MLP, each with its residual and the norm that follows."""
+        again: Again = None,
+    ) -> tuple[Tensor, Tensor, Again]:
+        """Attention, cross-attention where there is one, and MLP, each with its residual and the norm that follows.
+
+        `again` makes `normalised` anew; the third output does so for the second (see models/recompute.py).
+        """
         prob, training = self.hidden_dropout, self.training
-        out, bias = self.self_attention(normalised, inputs, keys.attention, cache)
+        with self._forget(normalised, again):
+            out, bias = self.self_attention(normalised, inputs, keys.attention, cache)
         residual = normalised if self.post_norm else hidden
         norm = self.pre_mlp_layernorm if self.cross_attention is None else self.pre_cross_attn_layernorm
         hidden, normalised = self.self_attn_add(out, bias, residual, norm, prob, training, keys.self_attn_add)
+        again = self._again(self.self_attn_add, norm, hidden)
         if self.cross_attention is not None:
-            out, bias = self.cross_attention(normalised, inputs, keys.cross_attention, cache)
+            with self._forget(normalised, again):
+                out, bias = self.cross_attention(normalised, inputs, keys.cross_attention, cache)
             residual, norm = normalised if self.post_norm else hidden, self.pre_mlp_layernorm
             hidden, normalised = self.cross_attn_add(out, bias, residual, norm, prob, training, keys.cross_attn_add)
-        out, bias = self.mlp(normalised)
-        residual = normalised if self.post_norm else hidden
-        return self.mlp_add(out, bias, residual, self.output_layernorm, prob, training, keys.mlp_add)
+            again = self._again(self.cross_attn_add, norm, hidden)
+        with self._forget(normalised, again):
+            out, bias = self.mlp(normalised)
+        residual, norm = normalised if self.post_norm else hidden, self.output_layernorm
+        hidden, normalised = self.mlp_add(out, bias, residual, norm, prob, training, keys.mlp_add)
+        return hidden, normalised, self._again(self.mlp_add, norm, hidden)
+
+    def recompute(self, selective: Recompute) -> None:
+        """From now on keep less for the backward."""
+        self.selective = self.self_attention.selective = self.mlp.selective = selective
+        if self.cross_attention is not None:
+            self.cross_attention.selective = selective
+
+    def _again(self, add: AddThenNorm | AddAndNorm, norm: Norm, total: Tensor) -> Again:
+        return None if self.selective is None or not torch.is_grad_enabled() else add.norm_again(norm, total)
+
+    def _forget(self, normalised: Tensor, again: Again) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.selective is None else self.selective.forget(normalised, again)

@@ -201,11 +201,12 @@ def _finish(job: Job, metrics: Metrics) -> None:
             site,
             str(counts.fused),
             str(counts.reference),
+            str(counts.recomputed),
             "; ".join(f"{n} x {why}" for why, n in counts.fallbacks.items()),
         )
         for (flag, site), counts in job.counters.sites.items()
     ]
-    log.table("Calls of each fusion site", ("fusion", "site", "fused", "reference", "fallbacks"), rows)
+    log.table("Calls of each fusion site", ("fusion", "site", "fused", "reference", "recomputed", "fallbacks"), rows)
     built = jit.graphs()
     again = {name: number - 1 for name, number in built.items() if number > 1}
     words = f" ({', '.join(f'{name} {number}' for name, number in sorted(again.items()))})" if again else ""

@@ -22,6 +22,7 @@ from models.gpt import GPTModel
 from models.init import initialise
 from models.language_model import LanguageModel
 from models.layer_specs import bert_spec, gpt_spec, t5_spec
+from models.recompute import Recompute
 from models.t5 import T5Model
 from models.tensor_parallel.params import TensorParallel, parameters_without_memory
 from trainer.auto import auto_times
@@ -109,7 +110,8 @@ def _whole_model(
     config: RunConfig, plan: FusionPlan, counters: Counters, tp: TensorParallel, device: torch.device
 ) -> LanguageModel:
     make_spec, family = _FAMILIES[config.model.family]
-    spec = make_spec(config.transformer, plan, counters, config.training.compile_layers)
+    recompute = Recompute(config.training.recompute, config.training.recompute_num_layers, counters.recomputing)
+    spec = make_spec(config.transformer, plan, counters, config.training.compile_layers, recompute)
     return family(config.model, config.transformer, spec, tp, device, PRECISIONS[config.training.precision])
 
 

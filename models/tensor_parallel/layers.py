@@ -15,10 +15,11 @@ from torch import Tensor
 from fusions import fused_linear_wgrad
 from models.init import constant, normal
 from models.tensor_parallel import regions
+from models.tensor_parallel.linear import ColumnInput
 from models.tensor_parallel.params import ParallelModule, ParameterGradient, TensorParallel
 
 Output = tuple[Tensor, Tensor | None]
-Product = Callable[[Tensor, Tensor, ParameterGradient], Tensor]  # the slot's function of a linear
+Product = Callable[..., Tensor]  # the slot's function of a linear: (x, weight, gradient slot, communication around it)
 
 
 class ColumnParallelLinear(ParallelModule):
@@ -55,9 +56,20 @@ class ColumnParallelLinear(ParallelModule):
         if self.halves:
             weight = weight.transpose(0, 1)
             bias = None if bias is None else bias.view(-1, 2).t().flatten()
-        x = gather_for_columns(x, self.tp)
         slot = ParameterGradient(self.get_parameter("weight"))
-        return self.product(x, weight.flatten(0, -2), slot), bias  # [s, b, out/t]
+        return product_of_columns(self.product, x, weight.flatten(0, -2), slot, self.tp), bias  # [s, b, out/t]
+
+
+def product_of_columns(
+    product: Product, x: Tensor, weight: Tensor, slot: ParameterGradient | None, tp: TensorParallel
+) -> Tensor:
+    """x [s, b, in] (or [s/t, b, in]), weight [out/t, in] -> [s, b, out/t], with the communication hidden behind the products.
+
+    A layer that is compiled as a whole has it in the open, where the compiler can move it.
+    """
+    if tp.group is None or torch.compiler.is_compiling():
+        return product(gather_for_columns(x, tp), weight, slot)
+    return product(x, weight, slot, ColumnInput(tp))
 
 
 def gather_for_columns(x: Tensor, tp: TensorParallel) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 Group = dist.ProcessGroup | None
 
 # torch 2.13 renamed these two and warns at each call of the old names; 2.11 has only those.
-_all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def copy_to_tensor_parallel_region(x: Tensor, group: Group) -> Tensor:
@@ -59,7 +59,7 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[s/t, ...] of each rank -> [s, ...]."""
     out = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
-    _all_gather_single(out, x.contiguous(), group=group)
+    all_gather_single(out, x.contiguous(), group=group)
     return out
 
 
@@ -69,7 +69,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if x.shape[0] % size:
         raise ValueError(f"dimension 0 of {list(x.shape)} is not divisible by the group's {size} ranks")
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
-    _reduce_scatter_single(out, x.contiguous(), group=group)
+    reduce_scatter_single(out, x.contiguous(), group=group)
     return out
 
 
