@@ -8,6 +8,7 @@ from pydantic import Field
 
 from configs.families import family_problems
 from configs.model import ModelConfig, rotary_dim
+from configs.parallel import ParallelConfig, parallel_problems
 from configs.section import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -32,36 +33,6 @@ class RunSection(Section):
     def path(self) -> str:
         """The folder everything of this run is written to."""
         return self.directory or f"runs/{self.name}"
-
-
-class ParallelConfig(Section):
-    """How the job is spread over processes."""
-
-    tensor_parallel_size: PositiveInt = Field(1, description="Processes that share one layer, t.")
-    sequence_parallel: bool = Field(False, description="Shard the sequence over the same processes outside the matmuls.")
-    data_parallel_size: PositiveInt | None = Field(
-        None, description="Groups of t processes, each with samples of its own; null: the processes started / t."
-    )
-    data_sharding: Literal["none", "optimizer", "full"] = Field(
-        "none",
-        description="What is split over data-parallel ranks (fully_shard): nothing; optimizer state, gradients and fp32 "
-        "parameters at rest (ZeRO-2); also the parameters of every layer that isn't at work (ZeRO-3).",
-    )
-    data_shard_size: PositiveInt | None = Field(
-        None,
-        description="Data-parallel ranks that share one copy; the copies are kept equal (HSDP). null: all of them.",
-    )
-    timeout_seconds: PositiveInt = Field(600, description="A collective that waits longer than this ends the job.")
-
-    @property
-    def data_parallel(self) -> int:
-        """The data-parallel size; 1 where it isn't known yet."""
-        return self.data_parallel_size or 1
-
-    @property
-    def shard_size(self) -> int:
-        """Data-parallel ranks that share one copy of what `data_sharding` splits."""
-        return 1 if self.data_sharding == "none" else self.data_shard_size or self.data_parallel
 
 
 class DataSource(Section):
@@ -117,13 +88,29 @@ class OptimizerConfig(Section):
     fusion: FusionValue = fusion_flag("AdamW over all parameters at once.", default=True)
 
 
+class LossScaleConfig(Section):
+    """The factor on the loss of an fp16 run."""
+
+    initial: PositiveFloat = Field(65536.0, description="At the first iteration.")
+    growth_factor: PositiveFloat = Field(2.0, ge=1, description="By which it grows.")
+    growth_interval: PositiveInt = Field(1000, description="Iterations in a row without an overflow after which it grows.")
+    backoff_factor: PositiveFloat = Field(0.5, le=1, description="By which it falls after overflows.")
+    hysteresis: PositiveInt = Field(2, description="Overflows since it last grew until each one makes it fall.")
+    minimum: PositiveFloat = Field(1.0, description="It never falls below this.")
+
+
 class TrainingConfig(Section):
     """The loop."""
 
     train_iters: PositiveInt = Field(description="Optimizer steps.")
     micro_batch_size: PositiveInt = Field(description="Samples of one forward pass on one data-parallel rank, b.")
     global_batch_size: PositiveInt = Field(description="Samples of one optimizer step over all ranks.")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="Of the computation; parameters at rest are fp32.")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Of the computation; parameters at rest and sums of gradients are fp32; fp16 scales its loss."
+    )
+    loss_scale: LossScaleConfig = Field(
+        default_factory=lambda: LossScaleConfig.model_validate({}), description="fp16: the factor on the loss."
+    )
     seed: NonNegativeInt = Field(1234, lt=2**63, description="Of weights, data order and dropout masks.")
     eval_interval: PositiveInt | None = Field(None, description="Iterations between validations; null: only at the end.")
     eval_iters: NonNegativeInt = Field(10, description="Global batches of one validation; 0: none.")
@@ -211,7 +198,7 @@ class RunConfig(Section):
         t = self.parallel.tensor_parallel_size
         return [
             *self.transformer.problems(t),
-            *self._parallel_problems(t, world_size),
+            *parallel_problems(self.parallel, self.model, self.data.seq_length, world_size),
             *self._position_problems(),
             *family_problems(self),
             *self._batch_problems(),
@@ -235,76 +222,6 @@ class RunConfig(Section):
         most = max(self.transformer.num_layers, self.model.decoder_num_layers or 0)
         if layers is not None and layers > most:
             return [Problem("training.recompute_num_layers", f"{layers} is more than the {most} layers there are")]
-        return []
-
-    def _parallel_problems(self, t: int, world_size: int | None) -> list[Problem]:
-        found = []
-        padded, s = self.model.padded_vocab_size, self.data.seq_length
-        if padded % t:
-            found.append(
-                Problem(
-                    "model.make_vocab_size_divisible_by",
-                    f"vocab_size {self.model.vocab_size} padded to a multiple of "
-                    f"{self.model.make_vocab_size_divisible_by} is {padded}, which is not divisible by "
-                    f"parallel.tensor_parallel_size {t}; choose a multiple of {t}",
-                )
-            )
-        if self.parallel.sequence_parallel and t == 1:
-            found.append(
-                Problem("parallel.sequence_parallel", "is true at tensor_parallel_size 1, where there is nothing to shard")
-            )
-        if self.parallel.sequence_parallel and s % t:
-            found.append(
-                Problem(
-                    "data.seq_length",
-                    f"{s} is not divisible by parallel.tensor_parallel_size {t}, which parallel.sequence_parallel needs",
-                )
-            )
-        return found + self._process_problems(t, world_size) + self._sharding_problems()
-
-    def _process_problems(self, t: int, world_size: int | None) -> list[Problem]:
-        if world_size is None:
-            return []
-        given = self.parallel.data_parallel_size
-        started = f"{world_size} process{'es were' if world_size != 1 else ' was'} started"
-        if world_size % t:
-            return [
-                Problem(
-                    "parallel.tensor_parallel_size",
-                    f"is {t} but {started}, which is no multiple of it; start {t} processes (torchrun --nproc-per-node {t}) or "
-                    f"a multiple, or set parallel.tensor_parallel_size to a divisor of {world_size}",
-                )
-            ]
-        if given is not None and given * t != world_size:
-            return [
-                Problem(
-                    "parallel.data_parallel_size",
-                    f"is {given}, with tensor_parallel_size {t} {given * t} processes, but {started}; start {given * t}, or set "
-                    f"parallel.data_parallel_size={world_size // t} (null takes what is started)",
-                )
-            ]
-        return []
-
-    def _sharding_problems(self) -> list[Problem]:
-        p = self.parallel
-        if p.data_shard_size is None:
-            return []
-        if p.data_sharding == "none":
-            return [
-                Problem(
-                    "parallel.data_shard_size",
-                    f"is {p.data_shard_size}, but data_sharding none splits nothing; set it to null, or data_sharding to "
-                    "optimizer or full",
-                )
-            ]
-        if p.data_parallel_size is not None and p.data_parallel_size % p.data_shard_size:
-            return [
-                Problem(
-                    "parallel.data_shard_size",
-                    f"{p.data_shard_size} does not divide the data-parallel size {p.data_parallel_size}: copies x "
-                    "data_shard_size must be that",
-                )
-            ]
         return []
 
     def _position_problems(self) -> list[Problem]:

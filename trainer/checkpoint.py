@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from configs.load import LoadedConfig
 from configs.run import RunConfig
 from trainer.errors import CheckpointError
-from trainer.optimizer import Optimizer
+from trainer.optimizer import LOSS_SCALE, Optimizer
 
 MARKER, STATE = "complete.json", "state.json"
 # Keys that must be the same for a resume to mean anything, and keys that decide which data comes next.
@@ -152,6 +152,10 @@ def load_tensors(path: Path, model: nn.Module, optimizer: Optimizer | None) -> N
         metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
     saved = {key: tuple(value.size) for key, value in metadata.items() if optimizer or key.startswith("model.")}
     expected = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    if not LOSS_SCALE & saved.keys() & expected.keys():  # the precision may change
+        tensors, saved, expected = (
+            {key: value for key, value in found.items() if key not in LOSS_SCALE} for found in (tensors, saved, expected)
+        )
     faults = [f"{key} is not in the checkpoint" for key in sorted(expected.keys() - saved.keys())]
     faults += [f"{key} is in the checkpoint but not in the model" for key in sorted(saved.keys() - expected.keys())]
     faults += [

@@ -55,6 +55,7 @@ def train_step(
     skipped.
     """
     optimizer.zero_grad()
+    scaler = optimizer.scaler
     words = site_words(config.training.seed, iteration, model.num_dropout_sites).to(model.device)
     names, counts = count_tokens(batches, model)
     parts, t = torch.zeros_like(counts), model.tp.size
@@ -64,19 +65,25 @@ def train_step(
             batch = batch.to(model.device)
             sums = batch.losses(model, DropoutKeys(words, batch.samples))
             means = torch.stack([sums[name] for name in names]) / counts.clamp(min=1.0)
-            loss = means.sum()
+            loss = means.sum() if scaler is None else means.sum() * scaler.scale
         with record_function(BACKWARD):
             loss.backward()
         parts += means.detach()
     with record_function(GRADIENTS):
         reduce_partial_gradients(optimizer.partial, model.tp.group)
         norm, parts = norm_and_sums(optimizer.parameters, parts, t)
-    total = parts.sum()
+    total, scale = parts.sum(), None
+    if scaler is not None:
+        scale = scaler.scale.clone()
+        norm = norm / scale
     skip = torch.logical_not(torch.isfinite(norm) & torch.isfinite(total) & (counts.sum() > 0)).float()
     rate = learning_rate(config, iteration)
     with record_function(OPTIMIZER):
         optimizer.step(rate, norm, skip)
-    return StepResult(total, norm, skip, rate, dict(zip(names, parts, strict=True)) if len(names) > 1 else {})
+    if scaler is not None:
+        scaler.update(torch.logical_not(torch.isfinite(norm)))
+    named = dict(zip(names, parts, strict=True)) if len(names) > 1 else {}
+    return StepResult(total, norm, skip, rate, named, scale)
 
 
 def count_tokens(batches: Sequence[Batch], model: LanguageModel) -> tuple[list[str], torch.Tensor]:

@@ -30,6 +30,7 @@ class StepResult:
     skipped: Tensor
     learning_rate: float
     parts: dict[str, Tensor] = field(default_factory=dict)
+    loss_scale: Tensor | None = None  # of an fp16 run
 
 
 class Metrics:
@@ -79,16 +80,19 @@ class Metrics:
             self._spent = 0.0
 
     def _write(self) -> None:
-        values = torch.stack(
-            [torch.stack([r.loss, r.grad_norm, r.skipped, *r.parts.values()]) for _, r in self._pending]
-        ).tolist()
+        no_scale = torch.zeros((), device=self.device)
+        scales = [no_scale if r.loss_scale is None else r.loss_scale for _, r in self._pending]
+        columns = [[r.loss, r.grad_norm, r.skipped, *r.parts.values()] for _, r in self._pending]
+        values = torch.stack([torch.stack([scale, *row]) for scale, row in zip(scales, columns, strict=True)]).tolist()
         synchronise(self.device)
         seconds = (time.perf_counter() - self._start) / len(self._pending)
         if not self._first:
             self._times_ms += [seconds * 1e3] * len(self._pending)
         rows = []
-        for (iteration, result), (loss, norm, skipped, *parts) in zip(self._pending, values, strict=True):
-            self._nonfinite_in_a_row = self._nonfinite_in_a_row + 1 if skipped else 0
+        for (iteration, result), (scale, loss, norm, skipped, *parts) in zip(self._pending, values, strict=True):
+            # A loss scale that can still fall is looking for its place, not a fault.
+            searching = result.loss_scale is not None and scale > self.config.training.loss_scale.minimum
+            self._nonfinite_in_a_row = self._nonfinite_in_a_row + (not searching) if skipped else 0
             self.nonfinite_total += int(skipped)
             rows.append(
                 {
@@ -98,6 +102,7 @@ class Metrics:
                     "grad_norm": norm,
                     "learning_rate": result.learning_rate,
                     "skipped": bool(skipped),
+                    **({} if result.loss_scale is None else {"loss_scale": scale}),
                     **self._speed(seconds),
                     "first_after_start": self._first,
                 }
@@ -133,7 +138,8 @@ class Metrics:
                 self.wandb.log({k: v for k, v in row.items() if k != "fusion_counters"}, step=row["iteration"])
         last = rows[-1]
         note = "  (includes compilation and warm-up)" if last["first_after_start"] else ""
-        skips = f"  skipped {self.nonfinite_total}" if self.nonfinite_total else ""
+        skips = f"  loss scale {last['loss_scale']:.0f}" if "loss_scale" in last else ""
+        skips += f"  skipped {self.nonfinite_total}" if self.nonfinite_total else ""
         parts = [f"{key.removesuffix('_loss')} {value:.4f}" for key, value in last.items() if key.endswith("_loss")]
         self.log.line(
             f"iteration {last['iteration']:>6}/{self.config.training.train_iters}  loss {last['loss']:.4f}  "

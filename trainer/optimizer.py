@@ -14,6 +14,10 @@ from fusions.fused_adam import Group, Update
 from fusions.registry import REFERENCE, Counters, FusionPlan
 from models.fusion_sites import OPTIMIZER_FLAG
 from trainer.gradients import local_gradient, partial_parameters
+from trainer.loss_scale import LossScaler
+
+# The keys of the loss scale in a checkpoint.
+LOSS_SCALE = {f"optimizer.loss_scale.{name}" for name in ("scale", "steps", "patience")}
 
 
 @dataclass
@@ -32,12 +36,19 @@ class Optimizer:
     so that a checkpoint is complete at any iteration.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig, plan: FusionPlan, counters: Counters):
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        plan: FusionPlan,
+        counters: Counters,
+        scaler: LossScaler | None = None,
+    ):
         named = list(model.named_parameters())
         self.names = {id(parameter): name for name, parameter in named}
         self.parameters = [parameter for _, parameter in named]
         self.partial = partial_parameters(model)
-        self.config, self.betas = config, (config.betas[0], config.betas[1])
+        self.config, self.betas, self.scaler = config, (config.betas[0], config.betas[1]), scaler
         decision = plan.decision(OPTIMIZER_FLAG, "optimizer")
         self.update: Update = OPERATIONS[decision.operation].function(decision.runs)
         self.fused = decision.runs != REFERENCE
@@ -67,10 +78,12 @@ class Optimizer:
     def step(self, learning_rate: float, norm: Tensor, skip: Tensor) -> None:
         """One update. Gradients are scaled to a global norm of at most clip_grad; nothing changes where `skip` is 1.
 
-        `norm` and `skip` are fp32 scalars on the device: nothing is read on the host.
+        `norm`, of the gradient as it would be without loss scaling, and `skip` are fp32 scalars on the device: nothing is read on
+        the host.
         """
         clip = self.config.clip_grad
         scale = torch.clamp((norm + 1e-6) / clip, min=1.0) if clip > 0 else torch.ones_like(norm)
+        scale = scale if self.scaler is None else scale * self.scaler.scale
         for whole_group, decay in self.groups:
             parameters = [p for p in whole_group if _local(p).numel()]  # a rank may have nothing of a small one
             states = [self.states[id(p)] for p in parameters]
@@ -94,16 +107,27 @@ class Optimizer:
         swap = {id(p): theirs[self.names[id(p)]] for p in self.parameters}
         self.groups = [([swap[id(p)] for p in group], decay) for group, decay in self.groups]
         self.parameters, self.partial = ([swap[id(p)] for p in group] for group in (self.parameters, self.partial))
-        self.names, self.states = other.names, other.states
+        self.names, self.states, self.scaler = other.names, other.states, other.scaler
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
+    def restart(self) -> None:
+        """As before the first step."""
+        for state in self.states.values():
+            for value in vars(state).values():
+                value.zero_()
+        if self.scaler is not None:
+            self.scaler.restart()
+        self.zero_grad()
+
     def state(self) -> dict[str, Tensor]:
-        """The state's tensors under `optimizer.<kind>.<parameter>`, the live ones: loading writes into them."""
-        return {
+        """The state's tensors under `optimizer.<kind>.<parameter>` (and `optimizer.loss_scale.`), the live ones: loading writes
+        into them."""
+        scaler = {} if self.scaler is None else self.scaler.state()
+        return {f"optimizer.loss_scale.{name}": value for name, value in scaler.items()} | {
             f"optimizer.{kind}.{self.names[id(p)]}": value
             for p in self.parameters
             for kind, value in vars(self.states[id(p)]).items()

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _MMAP_MAX, _TRIM_THRESHOLD, _TOP_PAD = -4, -1, -2  # mallopt parameters, glibc malloc.h
 
@@ -67,7 +67,7 @@ def measure_copy_bandwidth(device: torch.device, mebibytes: int = 64, seconds: f
 def fastest_precision(device: torch.device) -> str:
     """fp32, or bf16 where its matrix product is at least 1.2 times as fast here."""
     # 256: without vector instructions for bf16, a CPU takes seconds for a product of 1024.
-    rates = {name: measure_gemm_rate(device, dtype, 256) for name, dtype in PRECISIONS.items()}
+    rates = {name: measure_gemm_rate(device, dtype, 256) for name, dtype in PRECISIONS.items() if name != "fp16"}
     return "bf16" if rates["bf16"] > 1.2 * rates["fp32"] else "fp32"
 
 

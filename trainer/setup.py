@@ -28,6 +28,7 @@ from models.tensor_parallel.params import TensorParallel, parameters_without_mem
 from trainer.auto import auto_times
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.log import Log, show_plan
+from trainer.loss_scale import loss_scaler
 from trainer.meshes import Meshes, agree, pick_device, start_processes, world_size
 from trainer.optimizer import Optimizer
 from trainer.runtime import PRECISIONS, allocator_settings, keep_freed_memory, measure_gemm_rate
@@ -81,7 +82,7 @@ def build_job(loaded: LoadedConfig, device: torch.device, meshes: Meshes, log: L
     agree("the fusion plan", plan.hash())
     agree("the configuration", json.dumps(config.model_dump(), sort_keys=True))
     model, counters = build_model(config, plan, meshes, device)
-    optimizer = Optimizer(model, config.optimizer, plan, counters)
+    optimizer = Optimizer(model, config.optimizer, plan, counters, loss_scaler(config.training, device))
     gemm_rate = measure_gemm_rate(device, PRECISIONS[config.training.precision])
     return Job(loaded, device, meshes, plan, counters, model, optimizer, gemm_rate, log)
 

@@ -167,9 +167,31 @@ def test_T16_sequence_that_does_not_divide(base: Path) -> None:
     assert "data.seq_length" in message and "tensor_parallel_size 4" in message and "sequence_parallel" in message
 
 
-def test_world_size_must_fit(base: Path) -> None:
-    message = refuse(base, world_size=3)
-    assert "3 processes were started" in message and "--nproc-per-node 1" in message
+@pytest.mark.parametrize(
+    ("world_size", "overrides", "words"),
+    [
+        (3, ["parallel.tensor_parallel_size=2"], ["3 processes were started", "--nproc-per-node 2", "divisor of 3"]),
+        (1, ["parallel.tensor_parallel_size=2"], ["1 process was started"]),
+        (4, ["parallel.data_parallel_size=3"], ["parallel.data_parallel_size", "is 3", "4 processes were started"]),
+        (3, [], ["global_batch_size", "4 is not micro_batch_size 2", "data-parallel size 3", "nearest: 6"]),
+        (2, ["training.global_batch_size=10", "training.micro_batch_size=4"], ["data-parallel size 2", "nearest: 8 and 16"]),
+        (4, ["parallel.data_sharding=full", "parallel.data_shard_size=3", "training.micro_batch_size=1"],
+         ["parallel.data_shard_size", "3 does not divide the data-parallel size 4"]),
+        (2, ["parallel.data_shard_size=2"], ["data_sharding none splits nothing"]),
+    ],
+)  # fmt: skip
+def test_L04_T15_processes_batch_and_shards_must_multiply(
+    base: Path, world_size: int, overrides: list[str], words: list[str]
+) -> None:
+    message = refuse(base, *overrides, world_size=world_size)
+    assert all(word in message for word in words) and message.startswith("1 problem"), message
+
+
+def test_the_data_parallel_size_is_filled_in_with_its_source(base: Path) -> None:
+    loaded = load_config(base, ["training.global_batch_size=8", "parallel.tensor_parallel_size=2"], world_size=4)
+    assert loaded.config.parallel.data_parallel_size == 2
+    assert loaded.sources["parallel.data_parallel_size"] == "number of processes"
+    assert load_config(base).config.parallel.data_parallel_size is None
 
 
 def test_duplicate_keys_are_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from models.language_model import LanguageModel
 from models.tensor_parallel.params import TensorParallel
 from trainer.data.bert_dataset import IGNORED, BertSample
 from trainer.data.t5_dataset import T5Sample
+from trainer.loss_scale import loss_scaler
 from trainer.meshes import Meshes
 from trainer.optimizer import Optimizer
 from trainer.setup import build_model
@@ -64,7 +65,8 @@ def build(
 
 def optimizer_of(config: RunConfig, model: LanguageModel, counters: Counters | None = None) -> Optimizer:
     """The configured optimizer."""
-    return Optimizer(model, config.optimizer, fusion_plan(config, probe("cpu")), counters or Counters())
+    scaler = loss_scaler(config.training, model.device)
+    return Optimizer(model, config.optimizer, fusion_plan(config, probe("cpu")), counters or Counters(), scaler)
 
 
 BERT = {"model.family": "bert", "model.sentence_head": "next_sentence", "transformer.layernorm_position": "post",

@@ -94,9 +94,7 @@ class ArmRun:
     def restart(self) -> None:
         """Initial weights, no optimizer state, counters at zero, iteration 0."""
         initialise(self.job.model, self.job.config.training.seed)
-        for value in self.job.optimizer.state().values():
-            value.zero_()
-        self.job.optimizer.zero_grad()
+        self.job.optimizer.restart()
         for counts in self.job.counters.sites.values():
             counts.fused = counts.reference = 0
             counts.fallbacks.clear()
