@@ -86,7 +86,7 @@ def _process_problems(parallel: ParallelConfig, world_size: int | None) -> list[
         return [
             Problem(
                 "parallel.data_parallel_size",
-                f"is {given}, with tensor_parallel_size {t} {given * t} processes, but {started}; start {given * t}, or set "
+                f"is {given} (x tensor_parallel_size {t}: {given * t} processes), but {started}; start {given * t}, or set "
                 f"parallel.data_parallel_size={world_size // t} (null takes what is started)",
             )
         ]

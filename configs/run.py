@@ -162,6 +162,10 @@ class LoggingConfig(Section):
     """What is reported."""
 
     log_interval: PositiveInt = Field(10, description="Iterations between console lines; losses are recorded for each.")
+    communication: bool = Field(
+        False,
+        description="Count the collectives of the second iteration after a start, by kind, group and bytes, and show them.",
+    )
     wandb: WandbConfig = Field(default_factory=lambda: WandbConfig.model_validate({}), description="Weights & Biases.")
 
 
@@ -205,7 +209,14 @@ class RunConfig(Section):
             *self._data_problems(),
             *self._schedule_problems(),
             *self._recompute_problems(),
+            *self._logging_problems(),
         ]
+
+    def _logging_problems(self) -> list[Problem]:
+        if self.logging.communication and self.training.compile_layers:
+            text = "is true with training.compile_layers, and what a compiled layer sends can't be seen; set one of them to false"
+            return [Problem("logging.communication", text)]
+        return []
 
     def _recompute_problems(self) -> list[Problem]:
         mode, layers = self.training.recompute, self.training.recompute_num_layers

@@ -5,6 +5,7 @@ Nothing in a step reads a tensor on the host; the counted tokens are known befor
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from trainer.checkpoint import (
     refuse_to_mix,
     save_checkpoint,
 )
+from trainer.communication import CommunicationCounter
 from trainer.data.batch import Batch, total_counts
 from trainer.data.families import training_set, validation_set
 from trainer.data.sampler import training_batches, validation_batches
@@ -144,7 +146,12 @@ def train(job: Job) -> float | None:
     metrics.resume()
     for iteration in range(done + 1, config.training.train_iters + 1):
         batches = training_batches(dataset, config, iteration, job.meshes.data_rank)
-        metrics.record(iteration, train_step(job.model, job.optimizer, batches, config, iteration))
+        counting = config.logging.communication and iteration == done + 2
+        with CommunicationCounter(job.meshes) if counting else contextlib.nullcontext() as communication:
+            result = train_step(job.model, job.optimizer, batches, config, iteration)
+        if communication is not None:
+            communication.show(log, iteration)
+        metrics.record(iteration, result)
         last, stopping = iteration == config.training.train_iters, stop.now()
         metrics.pause()
         if stopping or _due(iteration, config.checkpoint.save_interval) or (last and config.checkpoint.save_last):

@@ -172,7 +172,7 @@ def test_T16_sequence_that_does_not_divide(base: Path) -> None:
     [
         (3, ["parallel.tensor_parallel_size=2"], ["3 processes were started", "--nproc-per-node 2", "divisor of 3"]),
         (1, ["parallel.tensor_parallel_size=2"], ["1 process was started"]),
-        (4, ["parallel.data_parallel_size=3"], ["parallel.data_parallel_size", "is 3", "4 processes were started"]),
+        (4, ["parallel.data_parallel_size=3", "training.global_batch_size=6"], ["parallel.data_parallel_size", "is 3", "4 processes were started"]),
         (3, [], ["global_batch_size", "4 is not micro_batch_size 2", "data-parallel size 3", "nearest: 6"]),
         (2, ["training.global_batch_size=10", "training.micro_batch_size=4"], ["data-parallel size 2", "nearest: 8 and 16"]),
         (4, ["parallel.data_sharding=full", "parallel.data_shard_size=3", "training.micro_batch_size=1"],
