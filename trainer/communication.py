@@ -51,6 +51,11 @@ class CommunicationCounter(TorchDispatchMode):
         self.names = _group_names(meshes)
         self.found: dict[Collective, Traffic] = {}
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """It changes nothing, so functions stay compiled under it (a layer compiled as a whole does not: configs refuse that)."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note(func, args, kwargs or {})
@@ -88,9 +93,7 @@ def _group_of(arguments: list[Any]) -> dist.ProcessGroup | None:
                 return dist.ProcessGroup.unbox(argument)
             except RuntimeError:  # the operation's reduction is such an object too
                 continue
-    names: list[Any] = [
-        argument for argument in arguments if isinstance(argument, str)
-    ]  # the functional form names its group last
+    names: list[Any] = [a for a in arguments if isinstance(a, str)]  # the functional form names its group last
     return dist.distributed_c10d._resolve_process_group(names[-1]) if names else None
 
 
