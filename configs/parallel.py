@@ -35,6 +35,11 @@ class ParallelConfig(Section):
         return self.data_parallel_size or 1
 
     @property
+    def processes(self) -> int:
+        """Processes of the job, as far as the configuration says."""
+        return self.tensor_parallel_size * self.data_parallel
+
+    @property
     def shard_size(self) -> int:
         """Data-parallel ranks that share one copy of what `data_sharding` splits."""
         return 1 if self.data_sharding == "none" else self.data_shard_size or self.data_parallel

@@ -51,7 +51,7 @@ def main() -> int:
     try:
         loaded = load_config(arguments.config, arguments.overrides, arguments.world_size)
         machine = probe(loaded.config.run.device)
-        processes = loaded.config.parallel.tensor_parallel_size
+        processes = loaded.config.parallel.processes
         plan = fusion_plan(loaded.config, machine, cached_times(auto_requests(loaded.config, machine), machine, processes))
     except (ConfigError, FusionError) as error:
         problems = [vars(p) for p in error.problems] if isinstance(error, ConfigError) else str(error).splitlines()
@@ -126,7 +126,7 @@ def sizes(config: RunConfig) -> dict[str, Any]:
     return {
         "parameters": num_parameters(config),
         "flops_per_token": flops_per_token(config),
-        "processes": config.parallel.tensor_parallel_size,
+        "processes": config.parallel.processes,
         "memory_gib_per_process": memory_estimate_gib(config),
     }
 

@@ -82,10 +82,11 @@ def _layer_parameters(config: RunConfig, stack: Stack) -> int:
 
 
 def memory_estimate_gib(config: RunConfig) -> dict[str, float]:
-    """GiB on one rank: parameters, gradients, AdamW's two moments, and activations of one micro-batch (unfused, estimated)."""
+    """GiB on one rank: parameters, gradients and AdamW's two moments as they are sharded (fp32 at rest), and activations of one
+    micro-batch (unfused, nothing recomputed, estimated)."""
     t, b, h = config.parallel.tensor_parallel_size, config.training.micro_batch_size, config.transformer.hidden_size
     size = 4 if config.training.precision == "fp32" else 2
-    per_rank = num_parameters(config) / t
+    per_rank = num_parameters(config) / (t * config.parallel.shard_size)
     activations = sum(stack.num_layers * _layer_activations(config, stack, size) for stack in stacks(config))
     activations += stacks(config)[-1].seq_length * b * config.model.padded_vocab_size / t * (size + 8)
     if config.model.family == "bert":

@@ -32,8 +32,10 @@ class Arm:
     processes: int | None = None  # as many as the configuration needs when None
 
     def load(self, config_path: str, common: list[str], last: list[str] | None = None) -> LoadedConfig:
-        """The configuration of this arm: overrides of all arms, its own, and `last`."""
-        return load_config(config_path, [*common, *self.overrides, *(last or [])])
+        """The configuration of this arm: overrides of all arms, its own, and `last`; for as many processes as it gets."""
+        overrides = [*common, *self.overrides, *(last or [])]
+        alone = load_config(config_path, overrides).config
+        return load_config(config_path, overrides, self.processes or alone.parallel.processes)
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,6 @@ class ComparisonPlan:
         for arm in self.arms:
             try:
                 loaded[arm.name] = self.load(arm)
-                config = loaded[arm.name].config
-                problems += [Problem(f"arm {arm.name}: {p.key}", p.text) for p in config.problems(processes(arm, config))]
             except ConfigError as error:
                 problems += [Problem(f"arm {arm.name}: {p.key}", p.text, p.source) for p in error.problems]
         if problems:
@@ -115,7 +113,7 @@ class ComparisonPlan:
 
 def processes(arm: Arm, config: RunConfig) -> int:
     """How many processes an arm runs in."""
-    return arm.processes or config.parallel.tensor_parallel_size
+    return arm.processes or config.parallel.processes
 
 
 def groups(plan: ComparisonPlan, loaded: dict[str, LoadedConfig]) -> list[list[Arm]]:

@@ -205,7 +205,7 @@ class Worker:
     def try_batch(self, arm: str, micro_batch: int) -> dict[str, Any]:
         """Whether two steps at this micro-batch size fit on the GPU. With several ranks, running out of memory ends the group."""
         chosen, size = self.plan.arm(arm), micro_batch
-        batch = [f"training.micro_batch_size={size}", f"training.global_batch_size={size}"]
+        batch = [f"training.micro_batch_size={size}", f"training.global_batch_size={size * self.meshes.data_size}"]
         job = build_job(
             chosen.load(self.plan.config_path, [*self.plan.overrides], batch), self.device, self.meshes, self.log
         )
