@@ -1,0 +1,86 @@
+"""Two hosts in small: two torchrun agents with a rendezvous between them, of which one loses its worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from tests.scripts.test_launch import children_of, command, losses, run, start, wait_for_iteration
+
+STEPS = 24
+JOB = (
+    f"training.train_iters={STEPS}",
+    "training.micro_batch_size=2",
+    "optimizer.schedule=constant",
+    "logging.log_interval=1",
+    "checkpoint.save_interval=4",
+    "parallel.data_sharding=full",
+)
+
+
+def agent(config: Path, port: int, *overrides: str) -> subprocess.Popen[str]:
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two-hosts"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "3",
+    ]
+    return start([*launcher, *rendezvous, "--local-addr", "localhost", "scripts/pretrain.py", str(config), *overrides])
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def test_a_worker_killed_on_one_host_the_job_goes_on_from_the_last_checkpoint(tiny: Path) -> None:
+    code, output = run(command(tiny, 1, *JOB[:-1], f"run.directory={tiny}/whole"))
+    assert code == 0, output
+    overrides, port = ("run.device=cpu", *JOB), free_port()
+    agents = [agent(tiny / "tiny.yaml", port, *overrides) for _ in range(2)]
+    try:
+        wait_for_iteration(tiny / "run", 6, 120)
+        os.kill(children_of(agents[1].pid)[0], signal.SIGKILL)
+        outputs = [process.communicate(timeout=200)[0] for process in agents]
+    finally:
+        for process in agents:
+            process.kill()
+    assert [process.returncode for process in agents] == [0, 0], outputs
+    assert "resumed from" in "".join(outputs)
+    ours, whole = losses(tiny / "run"), losses(tiny / "whole")
+    assert set(ours) == set(whole) == set(range(1, STEPS + 1))
+    for iteration, loss in whole.items():
+        assert ours[iteration] == pytest.approx(loss, rel=1e-5), iteration
+
+
+def test_scripts_for_clusters_say_what_torchrun_needs() -> None:
+    script = (ROOT / "scripts/slurm.sbatch").read_text()
+    assert subprocess.run(["bash", "-n", ROOT / "scripts/slurm.sbatch"], check=False).returncode == 0
+    assert all(words in script for words in ("--rdzv-backend c10d", "--max-restarts", "--rdzv-id"))
+    job = yaml.safe_load((ROOT / "scripts/k8s/pretrain.yaml").read_text())
+    claim = yaml.safe_load((ROOT / "scripts/k8s/storage.yaml").read_text())
+    spec = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    container = spec["template"]["spec"]["containers"][0]
+    assert (job["apiVersion"], job["kind"], container["name"]) == ("kubeflow.org/v1", "PyTorchJob", "pytorch")
+    assert spec["restartPolicy"] == "OnFailure" and job["spec"]["elasticPolicy"]["rdzvBackend"] == "c10d"
+    assert int(job["spec"]["nprocPerNode"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    claims = [
+        v["persistentVolumeClaim"]["claimName"] for v in spec["template"]["spec"]["volumes"] if "persistentVolumeClaim" in v
+    ]
+    assert claims == [claim["metadata"]["name"]] and claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert (ROOT / container["args"][0]).is_file()
