@@ -35,7 +35,7 @@ def test_what_cannot_be_compared_is_named(tiny: Path) -> None:
         ([Arm("a"), Arm("transformer.persist_layer_norm=true")], "an arm starts with its name"),
         ([Arm("a")], "two or more"),
         ([Arm("a"), Arm("a")], "two or more different names"),
-        ([Arm("a"), Arm("b", processes=3)], "arm b: parallel.tensor_parallel_size"),
+        ([Arm("a"), Arm("b", processes=3)], "arm b: training.global_batch_size: 4 is not .* data-parallel size 3"),
     ):
         with pytest.raises(ConfigError, match=words):
             plan(tiny, *arms).check()
