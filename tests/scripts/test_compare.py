@@ -117,7 +117,7 @@ def test_compiled_kernels_and_compiled_layers_against_plain_pytorch(tiny: Path) 
 def test_groups_take_turns_and_one_arm_cannot_be_built(tiny: Path) -> None:
     arms = tiny / "arms.yaml"
     arms.write_text(
-        f"config: {tiny}/tiny.yaml\noverrides: [run.device=cpu, parallel.timeout_seconds=5]\nrounds: 8\nsteps: 1\narms:\n"
+        f"config: {tiny}/tiny.yaml\noverrides: [run.device=cpu, parallel.timeout_seconds=10]\nrounds: 8\nsteps: 1\narms:\n"
         "  one process: []\n"
         "  two processes: [parallel.tensor_parallel_size=2, parallel.sequence_parallel=true]\n"
         "  wider: {overrides: [transformer.ffn_hidden_size=512], environment: {FUSELINE_TEST: x}}\n"

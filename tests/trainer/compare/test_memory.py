@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,9 @@ def memory_of_growing_steps(grows_for: int) -> tuple[dict[str, Any], int]:
     def step() -> None:
         nonlocal steps
         steps += 1
-        torch.zeros(1 << 18).add_(1)
+        held = torch.zeros(1 << 18)
+        time.sleep(0.02)  # malloc is asked from another thread, which a busy machine lets wait
+        del held
         if len(kept) < grows_for:
             kept.append(torch.zeros(10_000))
 
