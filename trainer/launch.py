@@ -42,7 +42,7 @@ def run_job(job: Callable[[], None]) -> int:
     try:
         job()
         _leave()
-        return 0
+        code = 0
     except (UserError, ConfigError, FusionError, FloatingPointError, OSError) as error:  # OSError: disk full, no permission…
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher must be able to end this rank while it waits
         if local_rank != "0":
@@ -59,8 +59,13 @@ def run_job(job: Callable[[], None]) -> int:
         else:
             print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         code = FAILURE
-    # Not a normal exit: tearing the process group down would wait for ranks that wait for us.
+    # Not a normal exit. After a failure, tearing the process group down would wait for ranks that wait for us. After a success, a
+    # thread of gloo may still be there when the interpreter takes its objects apart, and that aborts a finished job (seen once:
+    # "terminate called without an active exception").
+    if code == 0 and os.environ.get("WORLD_SIZE", "1") == "1":
+        return code
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 

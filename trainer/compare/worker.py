@@ -293,6 +293,7 @@ if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
         stop_processes()
+        os._exit(0)  # see trainer/launch.py
     except BaseException as error:  # whatever it is, the conductor has to hear of it, and no rank may wait for this one
         _note(error, sys.argv[3])
         os._exit(1)
