@@ -104,6 +104,11 @@ def _make_causal_mask(sq: int, sk: int, window: int | None, device: torch.device
 _kept_causal_mask = functools.lru_cache(maxsize=16)(_make_causal_mask)
 
 
+def forget_kept_masks() -> None:
+    """Make causal masks anew, as in `fusions.random.forget_kept_tensors`."""
+    _kept_causal_mask.cache_clear()
+
+
 DropRule = tuple[Tensor, Tensor, float]  # first and second row keys, probability
 MaskRule = tuple[float, bool, int | None]  # scale, causal, window
 

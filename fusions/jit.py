@@ -5,13 +5,18 @@ Megatron's switch only rebinds a name, so everything decorated at import stays c
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+Function = Callable[..., Any]
+Watcher = Callable[[Function, Function, tuple[Any, ...], dict[str, Any]], Any]
+
 _enabled = True
+_watcher: Watcher | None = None
 _graphs: dict[str, int] = {}
 
 
@@ -27,6 +32,23 @@ def disable_jit_fuser() -> None:
     _enabled = False
 
 
+@contextlib.contextmanager
+def watch_calls(watcher: Watcher) -> Iterator[None]:
+    """Inside, each call of a decorated function is watcher(as plain Python, compiled, args, kwargs), which runs one of the two:
+    for whoever has to see it as one operation."""
+    global _watcher
+    before, _watcher = _watcher, watcher
+    try:
+        yield
+    finally:
+        _watcher = before
+
+
+def run_plain(plain: Function, compiled: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A watcher for whatever a compiled function can't be called with, or under."""
+    return plain(*args, **kwargs)
+
+
 def jit_fuser(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled on its first call while the fuser is enabled.
 
@@ -36,15 +58,19 @@ def jit_fuser(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     compiled: Callable[..., Any] | None = None
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled
-        if not _enabled or torch.compiler.is_compiling():
-            return function(*args, **kwargs)
         if compiled is None:
             _configure()
             compiled = torch.compile(function, fullgraph=True, backend=_counting(function.__qualname__, function.__module__))
         return compiled(*args, **kwargs)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        chosen = run if _enabled else function
+        return chosen(*args, **kwargs) if _watcher is None else _watcher(function, chosen, args, kwargs)
 
     return call
 

@@ -148,6 +148,12 @@ def _kept_counters(columns: int, device: torch.device) -> Tensor:
         return torch.arange(columns, dtype=torch.int32, device=device) * _A
 
 
+def forget_kept_tensors() -> None:
+    """Make the small tensors that are kept between calls anew: those made under a fake-tensor mode are good for nothing else."""
+    _kept_threshold.cache_clear()
+    _kept_counters.cache_clear()
+
+
 # In a layer that is compiled as a whole these two are operators that Inductor can't look into, for the reasons given above.
 @torch.library.custom_op("fuseline::drop_threshold", mutates_args=())
 def _traced_threshold(prob: float, device: torch.device) -> Tensor:

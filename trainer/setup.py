@@ -101,10 +101,17 @@ def make_model(
     """The model, its parameters sharded as they will be; they hold nothing yet."""
     if meshes.data is None:
         return _whole_model(config, plan, counters, meshes.tp, device)
+    return model_without_memory(config, plan, counters, meshes, device).to_empty(device=device)
+
+
+def model_without_memory(
+    config: RunConfig, plan: FusionPlan, counters: Counters, meshes: Meshes, device: torch.device
+) -> LanguageModel:
+    """The same with parameters on the meta device, for `to_empty`."""
     with parameters_without_memory():
         model = _whole_model(config, plan, counters, meshes.tp, device)
     shard_over_data(model, meshes, config.parallel)
-    return model.to_empty(device=device)
+    return model
 
 
 def _whole_model(

@@ -26,6 +26,9 @@ JOB = (
 )
 
 
+STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
 def agent(config: Path, port: int, *overrides: str) -> subprocess.Popen[str]:
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "two-hosts"]
     launcher = [
@@ -39,7 +42,17 @@ def agent(config: Path, port: int, *overrides: str) -> subprocess.Popen[str]:
         "--max-restarts",
         "3",
     ]
-    return start([*launcher, *rendezvous, "--local-addr", "localhost", "scripts/pretrain.py", str(config), *overrides])
+    words = [*launcher, *rendezvous, "--local-addr", "localhost", "scripts/pretrain.py", str(config), *overrides]
+    return start(words, **{STORE: "1"})
+
+
+def ended(process: subprocess.Popen[str], seconds: float) -> str:
+    """What a process said until its end. Raises AssertionError with that where it doesn't end in time."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        raise AssertionError(f"still there after {seconds} s: {process.communicate(timeout=60)[0]}") from None
 
 
 def free_port() -> int:
@@ -56,7 +69,7 @@ def test_a_worker_killed_on_one_host_the_job_goes_on_from_the_last_checkpoint(ti
     try:
         wait_for_iteration(tiny / "run", 6, 120)
         os.kill(children_of(agents[1].pid)[0], signal.SIGKILL)
-        outputs = [process.communicate(timeout=200)[0] for process in agents]
+        outputs = [ended(process, 200) for process in agents]
     finally:
         for process in agents:
             process.kill()
@@ -71,7 +84,7 @@ def test_a_worker_killed_on_one_host_the_job_goes_on_from_the_last_checkpoint(ti
 def test_scripts_for_clusters_say_what_torchrun_needs() -> None:
     script = (ROOT / "scripts/slurm.sbatch").read_text()
     assert subprocess.run(["bash", "-n", ROOT / "scripts/slurm.sbatch"], check=False).returncode == 0
-    assert all(words in script for words in ("--rdzv-backend c10d", "--max-restarts", "--rdzv-id"))
+    assert all(words in script for words in ("--rdzv-backend c10d", "--max-restarts", "--rdzv-id", STORE))
     job = yaml.safe_load((ROOT / "scripts/k8s/pretrain.yaml").read_text())
     claim = yaml.safe_load((ROOT / "scripts/k8s/storage.yaml").read_text())
     spec = job["spec"]["pytorchReplicaSpecs"]["Worker"]
@@ -79,6 +92,7 @@ def test_scripts_for_clusters_say_what_torchrun_needs() -> None:
     assert (job["apiVersion"], job["kind"], container["name"]) == ("kubeflow.org/v1", "PyTorchJob", "pytorch")
     assert spec["restartPolicy"] == "OnFailure" and job["spec"]["elasticPolicy"]["rdzvBackend"] == "c10d"
     assert int(job["spec"]["nprocPerNode"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert {"name": STORE, "value": "1"} in container["env"]
     claims = [
         v["persistentVolumeClaim"]["claimName"] for v in spec["template"]["spec"]["volumes"] if "persistentVolumeClaim" in v
     ]
