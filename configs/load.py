@@ -134,7 +134,8 @@ def _plain(
 
 
 def _scalar(loader: _Loader, node: yaml.Node, key: str, source: str, problems: list[Problem]) -> Any:
-    if isinstance(node, yaml.ScalarNode) and node.style is None and node.value.lower() == "none":
+    unquoted_none = isinstance(node, yaml.ScalarNode) and node.style is None and node.value.lower() == "none"
+    if unquoted_none and node.value not in typing.get_args(_annotation(key.split("."))):
         problems.append(
             Problem(key, f"{node.value} is plain text in YAML; write null (or quote it to mean the text)", source)
         )

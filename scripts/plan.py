@@ -167,7 +167,11 @@ class Report:
         sent = [sum(c["bytes"] for c in found) for found in (self.walk.collectives, measured["collectives"])]
         rows += [
             ("together, MiB", _mib(self.walk.peak), f"{_mib(total)} (plan / measured {self.walk.peak / total:.3f})"),
-            ("resident, MiB", "-", f"{1024 * measured['resident_gib']:,.0f} (with Python, PyTorch and freed memory that is kept)"),
+            (
+                "resident, MiB",
+                "-",
+                f"{1024 * measured['resident_gib']:,.0f} (with Python, PyTorch and freed memory that is kept)",
+            ),
             ("communication, bytes", f"{sent[0]:,}", f"{sent[1]:,}"),
             ("GFLOP", f"{self.walk.flops / 1e9:,.4f}", f"{measured['flops'] / 1e9:,.4f} (PyTorch's counter)"),
             ("step", f"{1e3 * self.estimate.step:,.0f} ms", f"{1e3 * measured['seconds']:,.0f} ms"),
@@ -187,7 +191,9 @@ def show_layouts(log: Log, layouts: list[Layout], config: RunConfig) -> None:
         for x in layouts[:_SHOWN]
     ]  # fmt: skip
     header = ("tensor", "data", "micro-batch", "recompute", "GiB", "step", "tokens/s")
-    log.table(f"The fastest of {len(layouts)} layouts that fit (data_sharding {config.parallel.data_sharding})", header, rows)
+    log.table(
+        f"The fastest of {len(layouts)} layouts that fit (data_sharding {config.parallel.data_sharding})", header, rows
+    )
     log.line("the first: " + " ".join(layouts[0].overrides()))
 
 

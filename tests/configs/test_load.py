@@ -105,6 +105,22 @@ def test_L03_words_are_not_guessed_at(base: Path, override: str) -> None:
     assert override.partition("=")[0] in refuse(base, override)
 
 
+@pytest.mark.parametrize("key", ["training.recompute", "parallel.data_sharding"])
+def test_L03_none_is_a_word_where_it_is_one_of_the_choices(base: Path, tmp_path: Path, key: str) -> None:
+    section, name = key.split(".")
+    assert load_config(base, [f"{key}=none"]).config.model_dump()[section][name] == "none"
+    tree = yaml.safe_load(base.read_text())
+    tree.setdefault(section, {}).pop(name, None)
+    path = tmp_path / "none.yaml"
+    path.write_text(
+        yaml.safe_dump(tree)
+        .replace(f"{section}: {{}}", f"{section}:")
+        .replace(f"{section}:\n", f"{section}:\n  {name}: none\n")
+    )
+    assert load_config(path).config.model_dump()[section][name] == "none"
+    assert f"{key}: " in refuse(base, f"{key}=None")
+
+
 def test_L03_null_is_null(base: Path) -> None:
     assert load_config(base, ["checkpoint.load=null"]).config.checkpoint.load is None
     assert load_config(base, ["checkpoint.load=~"]).config.checkpoint.load is None

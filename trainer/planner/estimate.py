@@ -5,8 +5,8 @@
     collective         ring: (n - 1)/n of the whole tensor's bytes through each rank's link, twice for an all-reduce
                        (Thakur et al. 2005; what nccl-tests call bus bandwidth). Latency is not in it.
 
-All rates are peaks unless measured, so a real step takes longer; what the parts are good for is to see what bounds a layout, and to
-compare layouts.
+All rates are peaks unless measured, so a real step takes longer; the parts are good for seeing what bounds a layout, and for comparing
+layouts.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def estimate(walk: Walk, config: RunConfig, device: Device) -> Estimate:
     rate, bandwidth = device.gemm_rate(config.training.precision), 1e9 * device.memory_gbs
     compute = memory = 0.0
     for (flops, moved), calls in walk.operations.items():
-        arithmetic, traffic = calls * flops / rate, calls * moved / bandwidth
-        compute += arithmetic if arithmetic >= traffic else 0.0
-        memory += traffic if arithmetic < traffic else 0.0
+        arithmetic, traffic = flops / rate, moved / bandwidth
+        compute += calls * arithmetic if arithmetic >= traffic else 0.0
+        memory += calls * traffic if arithmetic < traffic else 0.0
     times = {c["group"]: 0.0 for c in walk.collectives}
     for collective in walk.collectives:
         times[collective["group"]] += seconds_of(collective, config, device)

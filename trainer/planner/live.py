@@ -33,7 +33,8 @@ class LiveTensors(TorchDispatchMode):
     """While active, follows every tensor an operation gets or returns, by its storage.
 
     Copies of parameters are fully_shard's gathered ones, and casts. Of a compiled function only the inputs are seen, and the
-    results where `see` is told of them. Sizes change without an operation where fully_shard gives memory back, so that is watched too.
+    results where `see` is told of them. fully_shard gives memory back without an operation, by the size of a storage: that is
+    watched too.
     """
 
     def __init__(self) -> None:
@@ -68,16 +69,30 @@ class LiveTensors(TorchDispatchMode):
             self._hidden = before
             self._changes.append((_Storage(0, ACTIVATIONS), 0, not before))
 
+    def at_peaks(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes by kind at the moment when they were the most together: before half of the gradients had come, and after.
+
+        While gradients come, activations go, so what a step needs the most is where the first is or where the last is.
+        """
+        come: dict[int, int] = {}
+        for number, (storage, change, _) in enumerate(self._changes):
+            if storage.kind == GRADIENTS and change > 0:
+                come.setdefault(id(storage), number)
+        middle = sorted(come.values())[len(come) // 2] if come else len(self._changes)
+        return self._peak_within(0, middle), self._peak_within(middle, len(self._changes))
+
     def at_peak(self) -> dict[str, int]:
         """Bytes by kind at the moment when they were the most together."""
-        total = most = 0
-        end = 0
-        for number, (_, change, counts) in enumerate(self._changes, 1):
+        return max(self.at_peaks(), key=lambda memory: sum(memory.values()))
+
+    def _peak_within(self, start: int, end: int) -> dict[str, int]:
+        total = most = last = 0
+        for number, (_, change, counts) in enumerate(self._changes[:end]):
             total += change
-            if counts and total > most:
-                most, end = total, number
-        found = dict.fromkeys(KINDS, 0)
-        for storage, change, _ in self._changes[:end]:
+            if counts and number >= start and total > most:
+                most, last = total, number + 1
+        found: dict[str, int] = dict.fromkeys(KINDS, 0)
+        for storage, change, _ in self._changes[:last]:
             found[storage.kind] += change
         return found
 

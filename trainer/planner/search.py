@@ -1,4 +1,4 @@
-"""Other layouts of the same job: tensor parallel x data parallel x micro-batch x recompute, each walked, the fastest that fits first."""
+"""Other layouts of the same job: tensor x data parallel x micro-batch x recompute, each walked, the fastest that fits first."""
 
 from __future__ import annotations
 

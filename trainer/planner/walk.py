@@ -1,8 +1,8 @@
 """One real training step as rank 0 of N, on tensors without memory and a process group without processes.
 
 The model, fully_shard, the optimizer and train_step are those of a job; only what tensors hold is missing. Fused operations run
-their own autograd functions, so each keeps for its backward what it keeps in a job; their kernels run uncompiled, as one operation
-that moves its inputs and outputs.
+their own autograd functions, so each keeps for its backward what it keeps in a job; their kernels run uncompiled, each as one
+operation that moves its inputs and outputs.
 """
 
 from __future__ import annotations
@@ -49,10 +49,15 @@ _CPU = torch.device("cpu")
 class Walk:
     """What one rank does in one step."""
 
-    memory: dict[str, int]  # bytes at the peak, by kind
+    peaks: tuple[dict[str, int], ...]  # bytes by kind at the peak of each half of the step, see LiveTensors.at_peaks
     collectives: list[dict[str, Any]]  # kind, group, ranks, calls, bytes of the whole tensors
     operations: dict[Operation, int]  # (FLOPs, bytes moved) -> calls
     micro_batches: int
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes at the peak, by kind."""
+        return max(self.peaks, key=lambda memory: sum(memory.values()))
 
     @property
     def peak(self) -> int:
@@ -98,10 +103,10 @@ def walk(config: RunConfig, machine: Machine) -> Walk:
             with FakeTensorMode(allow_non_fake_inputs=True), jit.watch_calls(jit.run_plain):
                 model.to_empty(device=_CPU)
                 optimizer = Optimizer(model, config.optimizer, plan, counters, loss_scaler(config.training, _CPU))
-                if meshes.data is not None:  # fully_shard makes its buffers in the first step
-                    train_step(model, optimizer, [_Marked(batch, counts)], config, 1)
+                if dist.is_initialized():  # fully_shard makes its buffers in the first step, DTensor works out its placements
+                    train_step(model, optimizer, [_Marked(batch.samples, batch, counts)] * min(number, 2), config, 1)
                 watch = _Watch(meshes)
-                batches = [_Marked(batch, counts, watch.mark) for _ in range(min(number, _WALKED))]
+                batches = [_Marked(batch.samples, batch, counts, watch.mark) for _ in range(min(number, _WALKED))]
                 with watch.active(optimizer):
                     train_step(model, optimizer, batches, config, 2)
                 return watch.result(number)
@@ -154,7 +159,7 @@ class _Watch:
     def result(self, micro_batches: int) -> Walk:
         if micro_batches > _WALKED:
             self._repeat(micro_batches - _WALKED)
-        return Walk(self.live.at_peak(), self.traffic.as_dict(), dict(self.work.operations), micro_batches)
+        return Walk(self.live.at_peaks(), self.traffic.as_dict(), dict(self.work.operations), micro_batches)
 
     def _as_one(self, plain: Any, compiled: Any, args: Any, kwargs: Any) -> Any:
         with self.work.as_one_operation((args, kwargs)) as outputs, self.live.as_one_operation():
@@ -172,11 +177,13 @@ class _Watch:
             total.bytes += times * (sent.bytes - old.bytes)
 
 
+@dataclass(frozen=True)
 class _Marked(Batch):
     """A micro-batch that was counted before, and says when it begins."""
 
-    def __init__(self, batch: Batch, counted: dict[str, float], begin: Callable[[], None] = lambda: None):
-        self.__dict__.update(batch=batch, counted=counted, begin=begin)
+    batch: Batch
+    counted: dict[str, float]
+    begin: Callable[[], None] = lambda: None
 
     def counts(self) -> dict[str, float]:
         return self.counted

@@ -99,7 +99,9 @@ def _moves_nothing(func: Any) -> bool:
 def _written(func: Any) -> tuple[int, ...]:
     """The places of the arguments that are written into."""
     arguments = func._schema.arguments
-    return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write and not a.kwarg_only)
+    return tuple(
+        i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write and not a.kwarg_only
+    )
 
 
 def _tensors(tree: Any) -> list[Tensor]:
