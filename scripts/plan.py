@@ -3,8 +3,9 @@
 python scripts/plan.py CONFIG --world-size N --device h100-sxm [section.key=value ...] [--rate NAME=VALUE ...] [--no-search]
                        [--measure] [--json]
 
-Walks a real training step as rank 0 of N on tensors without memory. Rates are datasheet peaks (for cpu: measured here); give measured
-ones with --rate. --measure does the step for real on N local CPU processes, and shows it beside the plan.
+Walks a real training step as rank 0 of N on tensors without memory, then looks for faster layouts of the same job that fit.
+Rates are datasheet peaks (for cpu: measured here); give measured ones with --rate. --measure does the step for real on N local
+CPU processes, and shows it beside the plan.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_intermixed_args()
     try:
+        if arguments.world_size < 1:
+            raise UserError(f"--world-size {arguments.world_size}: a job has at least one process")
         config = load_config(arguments.config, arguments.overrides, arguments.world_size).config
         device = find_device(arguments.device, arguments.rate)
         machine = target_machine(device)
@@ -62,8 +65,7 @@ def main() -> int:
         report.show(log, machine, measured)
     layouts = []
     if not arguments.no_search:
-        place = arguments.config, arguments.overrides, arguments.world_size
-        layouts = search(*place, machine, device, lambda words: print(words, file=sys.stderr))
+        layouts = search(config, machine, device, lambda words: print(words, file=sys.stderr))
     if arguments.json:
         found = [layout.as_dict() for layout in layouts]
         print(json.dumps(report.as_dict() | {"measured": measured, "layouts": found}, indent=1))
@@ -104,7 +106,7 @@ class Report:
             "memory": {mode: w.memory | {"peak": w.peak} for mode, w in self.walks.items()},
             "collectives": self.walk.collectives,
             "device": vars(self.device),
-            "estimate": vars(self.estimate) | {"step": self.estimate.step},
+            "estimate": self.estimate.as_dict(),
         }
 
     def show(self, log: Log, machine: Machine, measured: dict[str, Any] | None) -> None:
@@ -151,14 +153,14 @@ class Report:
             ("compute", e.compute, "matrix products bound by arithmetic"),
             ("memory", e.memory, "everything else"),
             ("tensor parallel", e.tensor_parallel, "communication, nothing of it hidden"),
-            ("data parallel", e.data_parallel, f"communication, of which {1e3 * e.exposed:,.2f} ms can't hide behind the first two"),
+            ("data parallel", e.data_parallel, f"communication; {1e3 * e.exposed:,.2f} ms can't hide behind the first two"),
             ("step", e.step, f"{tokens_per_iteration(config) / e.step:,.0f} tokens/s, {_mfu(e, config, self.device):.1%} MFU"),
         ]  # fmt: skip
         rows = [(name, f"{1e3 * seconds:,.2f} ms", words) for name, seconds, words in parts]
         log.table(f"Time of one step at the rates of: {self.device.source}", ("part", "time", ""), rows)
         log.line(
-            f"{self.walk.flops / 1e12:,.3f} TFLOP a step on this process, {flops_per_iteration(config) / 1e12:,.3f} of the model "
-            "on all. At datasheet rates a step is a lower bound; give measured ones with --rate."
+            f"{_flop(self.walk.flops)} a step on this process, {_flop(flops_per_iteration(config))} of the model on all. "
+            "At datasheet rates a step is a lower bound; give measured ones with --rate."
         )
 
     def _beside(self, log: Log, measured: dict[str, Any]) -> None:
@@ -173,7 +175,7 @@ class Report:
                 f"{1024 * measured['resident_gib']:,.0f} (with Python, PyTorch and freed memory that is kept)",
             ),
             ("communication, bytes", f"{sent[0]:,}", f"{sent[1]:,}"),
-            ("GFLOP", f"{self.walk.flops / 1e9:,.4f}", f"{measured['flops'] / 1e9:,.4f} (PyTorch's counter)"),
+            ("FLOP", f"{self.walk.flops:,}", f"{measured['flops']:,} (PyTorch's counter)"),
             ("step", f"{1e3 * self.estimate.step:,.0f} ms", f"{1e3 * measured['seconds']:,.0f} ms"),
         ]
         log.table("The same step for real, on this machine's CPU", ("what", "plan", "measured"), rows)
@@ -200,6 +202,10 @@ def show_layouts(log: Log, layouts: list[Layout], config: RunConfig) -> None:
 def _mfu(e: Estimate, config: RunConfig, device: Device) -> float:
     peak = device.gemm_rate(config.training.precision) * config.parallel.processes
     return flops_per_iteration(config) / e.step / peak
+
+
+def _flop(count: float) -> str:
+    return f"{count / 1e12:,.2f} TFLOP" if count >= 1e12 else f"{count / 1e9:,.2f} GFLOP"
 
 
 def _gib(size: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -56,7 +57,7 @@ def find_device(name: str, overrides: list[str]) -> Device:
             number = float(value)
         except ValueError:
             number = 0.0
-        if rate not in RATES or number <= 0:
+        if rate not in RATES or not 0 < number < math.inf:
             raise UserError(f"--rate {override}: expected RATE=a positive number, RATE one of {', '.join(RATES)}")
         device = replace(device, **{rate: int(number) if rate == "per_node" else number})
         device = replace(device, source=f"{device.source}; {override} as given")

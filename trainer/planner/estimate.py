@@ -5,8 +5,8 @@
     collective         ring: (n - 1)/n of the whole tensor's bytes through each rank's link, twice for an all-reduce
                        (Thakur et al. 2005; what nccl-tests call bus bandwidth). Latency is not in it.
 
-All rates are peaks unless measured, so a real step takes longer; the parts are good for seeing what bounds a layout, and for comparing
-layouts.
+All rates are peaks unless measured, so a real step takes longer; the parts are good for seeing what bounds a layout, and for
+comparing layouts.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class Estimate:
     def step(self) -> float:
         """The whole: nothing of the tensor-parallel communication hidden, as much as possible of the data-parallel."""
         return self.compute + self.memory + self.tensor_parallel + self.exposed
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain data, the whole among it."""
+        return vars(self) | {"exposed": self.exposed, "step": self.step}
 
 
 def estimate(walk: Walk, config: RunConfig, device: Device) -> Estimate:

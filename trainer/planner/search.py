@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from configs.load import load_config
 from configs.run import RunConfig
-from configs.section import ConfigError
 from fusions.machine import Machine
+from fusions.registry import FusionError
 from trainer.planner.devices import Device
 from trainer.planner.estimate import Estimate, estimate
-from trainer.planner.walk import walk
+from trainer.planner.layers import walk_by_layers
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", "full")  # each needs less memory and more time than the one before
 
 
 @dataclass(frozen=True)
@@ -34,66 +32,81 @@ class Layout:
 
     def overrides(self) -> list[str]:
         """What to write behind the configuration to get it."""
-        return _overrides(self.tensor_parallel, self.micro_batch, self.recompute)
+        return [
+            f"parallel.tensor_parallel_size={self.tensor_parallel}",
+            f"parallel.sequence_parallel={str(self.tensor_parallel > 1).lower()}",
+            f"training.micro_batch_size={self.micro_batch}",
+            f"training.recompute={self.recompute}",
+            "training.recompute_num_layers=null",
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return vars(self) | {"estimate": vars(self.estimate) | {"step": self.estimate.step}, "overrides": self.overrides()}
+        return vars(self) | {"estimate": self.estimate.as_dict(), "overrides": self.overrides()}
 
 
-def search(
-    config: str, overrides: Sequence[str], world_size: int, machine: Machine, device: Device, progress: Callable[[str], None]
-) -> list[Layout]:
-    """The layouts that fit, fastest first. A tensor-parallel group stays within a node; sequence parallel wherever there is one.
+def search(config: RunConfig, machine: Machine, device: Device, progress: Callable[[str], None]) -> list[Layout]:
+    """The layouts that fit, fastest first, on as many processes as the configuration has.
 
-    A larger micro-batch needs more memory, so a row of them is left at the first that doesn't fit.
+    A tensor-parallel group stays within a node, with sequence parallelism wherever there is one. A layout recomputes as little as
+    fits: more would only take longer. Micro-batches are powers of two and the configured one, as far as they fit.
     """
-    sizes = [t for t in range(1, min(world_size, device.per_node) + 1) if world_size % t == 0]
-    chains = [(t, mode) for t in sizes for mode in RECOMPUTE]
-    one = partial(_chain, config, tuple(overrides), world_size, machine, device)
+    world_size = config.parallel.processes
+    # The largest first: they have the most micro-batches to choose from.
+    sizes = [t for t in range(min(world_size, device.per_node), 0, -1) if world_size % t == 0]
     found: list[Layout] = []
-    workers = min(len(os.sched_getaffinity(0)), len(chains))
+    workers = min(len(os.sched_getaffinity(0)), len(sizes))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(one, *chain) for chain in chains]
+        futures = [pool.submit(layouts_of_size, config, machine, device, size) for size in sizes]
         for number, future in enumerate(as_completed(futures), 1):
             found += future.result()
-            progress(f"searched {number} of {len(chains)} combinations of tensor-parallel size and recompute")
+            progress(f"searched {number} of {len(sizes)} tensor-parallel sizes")
     return sorted(found, key=lambda layout: layout.estimate.step)
 
 
-def _chain(
-    path: str, overrides: tuple[str, ...], world_size: int, machine: Machine, device: Device, tensor_parallel: int, mode: str
-) -> list[Layout]:
-    """The micro-batches of one tensor-parallel size and recompute mode, 1, 2, 4… as far as they fit."""
+def layouts_of_size(config: RunConfig, machine: Machine, device: Device, tensor_parallel: int) -> list[Layout]:
+    """The layouts of one tensor-parallel size that fit the device."""
     found: list[Layout] = []
-    micro, data_parallel = 1, world_size // tensor_parallel
-    while True:
-        config = _config(path, overrides, world_size, _overrides(tensor_parallel, micro, mode))
-        if isinstance(config, RunConfig):
-            walked = walk(config, machine)
-            if walked.peak > device.memory_gib * 2**30:
+    data_parallel = config.parallel.processes // tensor_parallel
+    modes = list(RECOMPUTE)
+    for micro in _micro_batches(config, data_parallel):
+        while modes:
+            layout = _planned(config, machine, device, (tensor_parallel, data_parallel, micro, modes[0]))
+            if layout is None:
                 return found
-            seconds = estimate(walked, config, device)
-            found.append(Layout(tensor_parallel, data_parallel, micro, mode, walked.peak, seconds))
-        elif micro * data_parallel >= config:
-            return found
-        micro *= 2
+            if layout.peak <= device.memory_gib * 2**30:
+                found.append(layout)
+                break
+            modes.pop(0)  # what doesn't fit here doesn't with a larger micro-batch
+    return found
 
 
-def _config(path: str, overrides: tuple[str, ...], world_size: int, layout: list[str]) -> RunConfig | int:
-    """The configuration in that layout; where it is none, its global batch size."""
+def _micro_batches(config: RunConfig, data_parallel: int) -> Iterator[int]:
+    of_one_rank = config.training.global_batch_size // data_parallel
+    for micro in range(1, of_one_rank + 1):
+        if micro & (micro - 1) == 0 or micro == config.training.micro_batch_size:
+            yield micro
+
+
+def _planned(config: RunConfig, machine: Machine, device: Device, sizes: tuple[int, int, int, str]) -> Layout | None:
+    """The layout of those sizes; None where the job can't be laid out so, or a required fusion can't run there."""
+    tensor_parallel, data_parallel, micro, mode = sizes
+    parallel = {
+        "tensor_parallel_size": tensor_parallel,
+        "data_parallel_size": data_parallel,
+        "sequence_parallel": tensor_parallel > 1,
+    }
+    training = {"micro_batch_size": micro, "recompute": mode, "recompute_num_layers": None, "compile_layers": False}
+    config = config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update=parallel),
+            "training": config.training.model_copy(update=training),
+        }
+    )
+    if config.problems(world_size=tensor_parallel * data_parallel):
+        return None
     try:
-        return load_config(path, [*overrides, *layout], world_size).config
-    except ConfigError:
-        return load_config(path, list(overrides), None).config.training.global_batch_size
-
-
-def _overrides(tensor_parallel: int, micro: int, mode: str) -> list[str]:
-    sequence = str(tensor_parallel > 1).lower()
-    return [
-        f"parallel.tensor_parallel_size={tensor_parallel}",
-        f"parallel.sequence_parallel={sequence}",
-        "parallel.data_parallel_size=null",
-        f"training.micro_batch_size={micro}",
-        f"training.recompute={mode}",
-    ]
+        walked = walk_by_layers(config, machine)
+    except FusionError:
+        return None
+    return Layout(*sizes, walked.peak, estimate(walked, config, device))

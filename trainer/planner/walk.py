@@ -103,7 +103,9 @@ def walk(config: RunConfig, machine: Machine) -> Walk:
             with FakeTensorMode(allow_non_fake_inputs=True), jit.watch_calls(jit.run_plain):
                 model.to_empty(device=_CPU)
                 optimizer = Optimizer(model, config.optimizer, plan, counters, loss_scaler(config.training, _CPU))
-                if dist.is_initialized():  # fully_shard makes its buffers in the first step, DTensor works out its placements
+                if (
+                    dist.is_initialized()
+                ):  # fully_shard makes its buffers in the first step, DTensor works out its placements
                     train_step(model, optimizer, [_Marked(batch.samples, batch, counts)] * min(number, 2), config, 1)
                 watch = _Watch(meshes)
                 batches = [_Marked(batch.samples, batch, counts, watch.mark) for _ in range(min(number, _WALKED))]

@@ -13,13 +13,25 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 # They read as much as they write, however large the table is.
 _LOOK_UPS = ("embedding", "gather", "index", "index_select")
 _NOTHING = ("empty", "empty_like", "new_empty", "empty_strided", "detach", "alias")
 
 Operation = tuple[int, int]  # (FLOPs, bytes moved) of one call
+
+
+def _count_cpu_attention() -> None:
+    """PyTorch's counter knows attention's kernels but the CPU's: the same products, by its own formulas, from here on."""
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    if forward not in flop_registry:
+        register_flop_formula(forward)(lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v))
+        register_flop_formula(backward)(lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v))
+
+
+_count_cpu_attention()
 
 
 class StepWork(TorchDispatchMode):
@@ -69,14 +81,6 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     packet = getattr(func, "_overloadpacket", None)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    # The CPU's flash attention, which PyTorch's counter doesn't know: two products forward, five backward, as its other kinds.
-    name = func.__name__.split(".")[0]
-    if name == "_scaled_dot_product_flash_attention_for_cpu":
-        (b, n, s, d), keys = args[0].shape, args[1].shape[2]
-        return 2 * 2 * b * n * s * keys * d
-    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        (b, n, s, d), keys = args[1].shape, args[2].shape[2]
-        return 5 * 2 * b * n * s * keys * d
     return 0
 
 
