@@ -135,11 +135,7 @@ def train(job: Job) -> float | None:
     dataset = training_set(config)
     for line in dataset.describe(config.training.train_iters * config.training.global_batch_size):
         log.line(f"data: {line}")
-    valid = None
-    if config.data.valid and config.training.eval_iters:
-        valid = validation_set(config)
-        for number in range(min(len(valid), config.training.eval_iters * config.training.global_batch_size)):
-            _ = valid[number]  # an id beyond the vocabulary must not end a run at its first validation
+    valid = _checked_validation_set(config)
     stop = _Stop(config.checkpoint.save_on_signal)
     metrics = Metrics(config, job.device, job.counters, log, world_size(), job.gemm_rate)
     validation_loss = None
@@ -153,21 +149,35 @@ def train(job: Job) -> float | None:
             communication.show(log, iteration)
         metrics.record(iteration, result)
         last, stopping = iteration == config.training.train_iters, stop.now()
-        metrics.pause()
-        if stopping or _due(iteration, config.checkpoint.save_interval) or (last and config.checkpoint.save_last):
+        saving = stopping or _due(iteration, config.checkpoint.save_interval) or (last and config.checkpoint.save_last)
+        validating = valid is not None and not stopping and (last or _due(iteration, config.training.eval_interval))
+        if saving or validating:  # not at every step: stopping the clock waits for the device
+            metrics.pause()
+        if saving:
             metrics.flush()
             folder = save_checkpoint(job.loaded, job.model, job.optimizer, iteration, job.plan.as_dict())
             log.line(f"iteration {iteration:>6}  checkpoint {folder}")
-        if valid is not None and not stopping and (last or _due(iteration, config.training.eval_interval)):
+        if validating:
             validation_loss = evaluate(job.model, valid, config, job.meshes.data_rank)
             metrics.validation(iteration, validation_loss)
-        metrics.resume()
+        if saving or validating:
+            metrics.resume()
         if stopping and not last:
             log.line(f"SIGTERM: stopped after iteration {iteration}; start the same command again to go on")
             break
     metrics.close()
     _finish(job, metrics)
     return validation_loss
+
+
+def _checked_validation_set(config: RunConfig) -> ValidationSet | None:
+    """What is to be validated on, if anything; read once, since a bad token must not end a run at its first validation."""
+    if not (config.data.valid and config.training.eval_iters):
+        return None
+    valid = validation_set(config)
+    for number in range(min(len(valid), config.training.eval_iters * config.training.global_batch_size)):
+        _ = valid[number]
+    return valid
 
 
 def _due(iteration: int, interval: int | None) -> bool:

@@ -13,7 +13,7 @@ from trainer.log import Log
 def start_wandb(config: RunConfig, log: Log, name: str = "", folder: str | Path = "") -> Any:
     """One wandb run per job, or None: not asked for, not installed, or not reachable (said once).
 
-    Under the run's name and in its folder, unless others are given.
+    Under the run's name and in its folder, unless others are given. It gives up well before the ranks that wait for this one do.
     """
     if config.logging.wandb.mode == "disabled":
         return None
@@ -26,6 +26,7 @@ def start_wandb(config: RunConfig, log: Log, name: str = "", folder: str | Path 
             mode=config.logging.wandb.mode,
             dir=str(folder or config.run.path),
             config=config.model_dump(),
+            settings={"init_timeout": min(90.0, config.parallel.timeout_seconds / 2)},
         )
     except Exception as error:  # wandb's failures must not end a training run
         log.line(f"wandb is off: {type(error).__name__}: {error}. Install it with pip install 'fuseline[wandb]'.")

@@ -1,4 +1,4 @@
-"""The job as its user starts it: torchrun, bad input, ranks that die, signals. L04 to L07, C19, G07, K01."""
+"""The job as its user starts it: torchrun, bad input, ranks that die, signals. L04 to L07, L09, C19, G07, G08, K01."""
 
 from __future__ import annotations
 
@@ -192,6 +192,39 @@ def test_K01_a_cold_compile_cache_shared_by_two_ranks(tiny: Path) -> None:
     fused = ["transformer.bias_dropout_fusion=compile", "transformer.persist_layer_norm=compile", "training.train_iters=2"]
     code, output = run(command(tiny, 2, *fused), TORCHINDUCTOR_CACHE_DIR=str(tiny / "inductor"), timeout=200)
     assert code == 0, output
+
+
+def test_L09_a_build_that_was_killed_does_not_stop_the_next_one(tiny: Path) -> None:
+    cache = tiny / "inductor"
+    places = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(tiny / "triton")}
+    fused = command(tiny, 1, "transformer.bias_dropout_fusion=compile", "training.train_iters=2")
+    killed = start(fused, **places)
+    deadline = time.time() + 100
+    while not list(cache.rglob("*.lock")) and killed.poll() is None and time.time() < deadline:
+        time.sleep(0.01)
+    killed.kill()
+    killed.communicate()
+    left = list(cache.rglob("*.lock"))
+    assert left, "nothing was being built"
+    for lock in left:  # and older ones, of whatever was being built
+        lock.touch()
+    code, output = run(fused, **places)
+    assert code == 0, output
+
+
+SLOW_WANDB = """
+import time
+def init(**kwargs):
+    time.sleep(12)
+    raise TimeoutError("no answer")
+"""
+
+
+def test_G08_a_slow_start_of_wandb_ends_no_job(tiny: Path) -> None:
+    (tiny / "wandb.py").write_text(SLOW_WANDB)
+    options = ["logging.wandb.mode=online", "training.train_iters=2", "parallel.timeout_seconds=60"]
+    code, output = run(command(tiny, 2, *options), PYTHONPATH=str(tiny))
+    assert code == 0 and output.count("wandb is off: TimeoutError: no answer") == 1, output
 
 
 def test_G07_one_offline_wandb_directory_or_a_warning(tiny: Path) -> None:

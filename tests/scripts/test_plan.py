@@ -30,7 +30,7 @@ def test_json(tiny: Path) -> None:
     found = plan(
         str(tiny / "tiny.yaml"),
         "--world-size",
-        "4",
+        "2",
         "--device",
         "h200-sxm",
         "parallel.data_sharding=full",

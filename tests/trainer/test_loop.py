@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.load import load_config
 from tests.conftest import write_tokens
@@ -289,6 +291,43 @@ def test_D19_validation_repeats_and_is_the_token_mean(tiny: Path) -> None:
     batch = make_gpt_batch([valid[i] for i in range(3)], [0, 1, 2], built.config.data)
     expected = built.model.eval()(batch.tokens, labels=batch.labels).mean().item()
     assert first == pytest.approx(expected, rel=1e-6)
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts the numbers that are read on the host, each of which waits for the device."""
+
+    reads = 0
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # functions stay compiled
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.reads += func.__name__.startswith("_local_scalar_dense")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_G03_steps_that_are_not_logged_do_not_wait_for_the_device(
+    tiny: Path, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import trainer.loop as loop
+    import trainer.metrics as metrics_module
+
+    at, waits, mode = [0], [], _HostReads()
+
+    def step(model: Any, optimizer: Any, batches: Any, config: Any, iteration: int) -> Any:
+        at[0] = iteration
+        with mode:
+            return train_step(model, optimizer, batches, config, iteration)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    monkeypatch.setattr(metrics_module, "synchronise", lambda device: waits.append(at[0]))
+    flags = ["bias_dropout_fusion", "masked_softmax_fusion", "cross_entropy_loss_fusion"] if fused else []
+    run(tiny, "training.train_iters=20", "logging.log_interval=10", *(f"transformer.{flag}=true" for flag in flags))
+    assert mode.reads == 20 * 2  # the tokens of each micro-batch are counted on the host, before it goes to the device
+    # Before the first; where a line is due, which the first one is too; the clock stops for the last checkpoint and validation.
+    assert set(waits) == {0, 1, 10, 20} and len(waits) <= 6, waits
 
 
 def test_what_a_run_leaves_behind(tiny: Path, capsys: pytest.CaptureFixture) -> None:

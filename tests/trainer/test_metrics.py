@@ -1,4 +1,4 @@
-"""Numbers that mean what they say: G02, G04, G05, G06, G07."""
+"""Numbers that mean what they say: G02, G04, G05, G06, G07, G08."""
 
 from __future__ import annotations
 
@@ -93,3 +93,13 @@ def test_G07_wandb_starts_once_on_rank_0_and_never_ends_a_run(
     capsys.readouterr()
     assert metrics(tiny, on).wandb is None
     assert capsys.readouterr().out.count("wandb is off") == 1
+
+
+@pytest.mark.parametrize(("patience", "wait"), [(600, 90), (20, 10)])
+def test_G08_wandb_gives_up_before_the_ranks_that_wait_do(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, patience: int, wait: float
+) -> None:
+    calls: list[dict] = []
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **kw: calls.append(kw)))
+    metrics(tiny, "logging.wandb.mode=online", f"parallel.timeout_seconds={patience}")
+    assert calls[0]["settings"]["init_timeout"] == wait

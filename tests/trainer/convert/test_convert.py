@@ -228,6 +228,9 @@ def edited(folder: Path, name: str, tensors: Any = None, **config: Any) -> Path:
         ("gpt2", {"n_positions": 32}, r"transformer.wpe.weight is \[64, 64\], expected \[32, 64\]"),
         ("llama", {"attention_bias": True}, "attention_bias True and mlp_bias False"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic' is not supported"),
+        ("qwen2", {"model_type": "qwen3"}, "model_type 'qwen3' is not supported"),  # T07: norms per head
+        ("llama", {"model_type": "olmo2"}, "model_type 'olmo2' is not supported"),  # T07: norms over all heads
+        ("llama", {"use_qk_norm": True}, "use_qk_norm: True is a feature unknown here"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window: True"),
         ("qwen2", {"layer_types": ["sliding_attention"]}, "layer_types: sliding_attention"),
         ("bert", {"is_decoder": True}, "is_decoder: True"),
@@ -257,6 +260,16 @@ def test_a_wrong_tensor_is_named_and_nothing_is_left_behind(change: Any, words: 
     with pytest.raises(ConvertError, match=words):
         convert_from_hf(edited(tmp_path / "hf", "gpt2", change), tmp_path / "ours")
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_T06_T07_norms_of_queries_and_keys_are_refused_not_dropped(tmp_path: Path) -> None:
+    """No such norm is built here, per head or over all heads; a model that was trained with one must not lose it."""
+
+    def with_norms(tensors: Any) -> Any:
+        return tensors | {"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}
+
+    with pytest.raises(ConvertError, match=r"model.layers.0.self_attn.q_norm.weight is not part of this model"):
+        convert_from_hf(edited(tmp_path / "hf", "llama", with_norms), tmp_path / "ours")
 
 
 def test_C14_either_name_of_a_tied_weight_and_old_files_are_taken(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -90,6 +91,7 @@ JOB = {
 def test_the_search_recomputes_as_little_as_fits() -> None:
     config, cpu = run_config(JOB), probe("cpu")
 
+    @functools.cache
     def peak(micro: int, mode: str) -> int:
         changes = {"micro_batch_size": micro, "recompute": mode}
         return walk_by_layers(config.model_copy(update={"training": config.training.model_copy(update=changes)}), cpu).peak
