@@ -150,17 +150,18 @@ def train(job: Job) -> float | None:
         metrics.record(iteration, result)
         last, stopping = iteration == config.training.train_iters, stop.now()
         saving = stopping or _due(iteration, config.checkpoint.save_interval) or (last and config.checkpoint.save_last)
-        validating = valid is not None and not stopping and (last or _due(iteration, config.training.eval_interval))
-        if saving or validating:  # not at every step: stopping the clock waits for the device
+        unseen = valid if not stopping and (last or _due(iteration, config.training.eval_interval)) else None
+        pausing = saving or unseen is not None
+        if pausing:  # not at every step: stopping the clock waits for the device
             metrics.pause()
         if saving:
             metrics.flush()
             folder = save_checkpoint(job.loaded, job.model, job.optimizer, iteration, job.plan.as_dict())
             log.line(f"iteration {iteration:>6}  checkpoint {folder}")
-        if validating:
-            validation_loss = evaluate(job.model, valid, config, job.meshes.data_rank)
+        if unseen is not None:
+            validation_loss = evaluate(job.model, unseen, config, job.meshes.data_rank)
             metrics.validation(iteration, validation_loss)
-        if saving or validating:
+        if pausing:
             metrics.resume()
         if stopping and not last:
             log.line(f"SIGTERM: stopped after iteration {iteration}; start the same command again to go on")
