@@ -82,12 +82,12 @@ def _layer_parameters(config: RunConfig, stack: Stack) -> int:
 
 
 def memory_estimate_gib(config: RunConfig) -> dict[str, float]:
-    """GiB on one rank: parameters, gradients and AdamW's two moments as they are sharded (fp32 at rest), and activations of one
-    micro-batch (unfused, nothing recomputed, estimated)."""
+    """GiB on one rank: parameters, gradients and AdamW's two moments as they are sharded (fp32 at rest), and what the backward
+    needs of one micro-batch, unfused. A formula; `scripts/plan.py` walks the step itself."""
     t, b, h = config.parallel.tensor_parallel_size, config.training.micro_batch_size, config.transformer.hidden_size
     size = 4 if config.training.precision == "fp32" else 2
     per_rank = num_parameters(config) / (t * config.parallel.shard_size)
-    activations = sum(stack.num_layers * _layer_activations(config, stack, size) for stack in stacks(config))
+    activations = sum(_stack_activations(config, stack, size) for stack in stacks(config))
     activations += stacks(config)[-1].seq_length * b * config.model.padded_vocab_size / t * (size + 8)
     if config.model.family == "bert":
         activations += config.data.seq_length * b * h * 3 * size / (t if config.parallel.sequence_parallel else 1)
@@ -99,16 +99,30 @@ def memory_estimate_gib(config: RunConfig) -> dict[str, float]:
     }
 
 
-def _layer_activations(config: RunConfig, stack: Stack, size: int) -> float:
+def _stack_activations(config: RunConfig, stack: Stack, size: int) -> float:
+    """Bytes kept for the backward of a stack: of layers that are recomputed what `training.recompute` leaves; and one layer
+    whole, the one whose backward is at work."""
+    mode, whole = config.training.recompute, _layer_activations(config, stack, size)
+    if mode == "none":
+        return stack.num_layers * whole
+    again = min(config.training.recompute_num_layers or stack.num_layers, stack.num_layers)
+    tp = config.parallel.tensor_parallel_size if config.parallel.sequence_parallel else 1
+    layer_input = stack.seq_length * config.training.micro_batch_size * config.transformer.hidden_size * size / tp
+    kept = layer_input if mode == "full" else _layer_activations(config, stack, size, selective=True)
+    return (stack.num_layers - again) * whole + again * kept + (whole - kept)
+
+
+def _layer_activations(config: RunConfig, stack: Stack, size: int, selective: bool = False) -> float:
     """Bytes kept for the backward of one layer: norm inputs and outputs and dropout masks on the residual stream; q, k, v and the
-    context; the MLP's two inner tensors; attention weights before and after dropout, and its mask."""
+    context; the MLP's inner tensors; attention weights before and after dropout, and its mask. Selective recompute makes the
+    norms' outputs, the MLP's activation and the attention weights anew."""
     tf, t, b = config.transformer, config.parallel.tensor_parallel_size, config.training.micro_batch_size
     s, n, d, h = stack.seq_length, tf.num_attention_heads, tf.head_size, tf.hidden_size
     blocks = 2 if stack.context_length is None else 3  # sub-blocks on the residual stream
-    stream = s * b * h * blocks * (3 * size + 1) / (t if config.parallel.sequence_parallel else 1)
+    stream = s * b * h * blocks * ((2 if selective else 3) * size + 1) / (t if config.parallel.sequence_parallel else 1)
     qkv = 2 * (n + 2 * tf.query_groups) * d + n * d
-    inner = s * b * (qkv + (4 if tf.gated else 3) * tf.ffn_size) * size / t
-    per_score = 2 * size + (1 if tf.attention_dropout else 0) if tf.attention_backend == "unfused" else 0
+    inner = s * b * (qkv + ((4 if tf.gated else 3) - selective) * tf.ffn_size) * size / t
+    per_score = 2 * size + (1 if tf.attention_dropout else 0) if tf.attention_backend == "unfused" and not selective else 0
     scores = b * n * s * s * per_score / t
     if stack.context_length is not None:
         inner += b * (2 * s * n + 2 * stack.context_length * tf.query_groups) * d * 2 * size / t

@@ -15,7 +15,7 @@ from models.fusion_sites import fusion_plan
 from tests.distributed import run_ranks
 from tests.models.build import BERT, T5, build, optimizer_of, run_config, samples_of
 from trainer.data.families import make_batch
-from trainer.flops import num_parameters
+from trainer.flops import memory_estimate_gib, num_parameters
 from trainer.loop import train_step
 from trainer.meshes import Meshes, make_meshes
 from trainer.planner import walk as walk_module
@@ -173,3 +173,10 @@ def test_copies_are_those_of_the_layers_at_work() -> None:
     assert found["full"][COPIES] < found["optimizer"][COPIES] == found["none"][COPIES]
     assert found["full"][PARAMETERS] == found["optimizer"][PARAMETERS] < found["none"][PARAMETERS]
     assert all(memory[GRADIENTS] <= found["none"][GRADIENTS] for memory in found.values())
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_the_formula_of_explain_is_near_the_walk(mode: str) -> None:
+    config = configured({"training.recompute": mode})
+    formula = memory_estimate_gib(config)["activations (estimate)"] * 2**30
+    assert formula == pytest.approx(walk(config, CPU).memory[ACTIVATIONS], rel=0.35)
