@@ -1,12 +1,13 @@
-"""The planned step for real, on this machine's CPU and on random tokens: what a plan can be held against."""
+"""The planned step for real, on this machine's CPU and on blank tokens: what a plan can be held against."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from fusions import jit
 from fusions.machine import probe
 from models.fusion_sites import fusion_plan
 from trainer.communication import CommunicationCounter
-from trainer.data.batch import Batch
 from trainer.loop import train_step
 from trainer.loss_scale import loss_scaler
 from trainer.meshes import Meshes, make_meshes
@@ -63,17 +63,22 @@ def _rank(rank: int, processes: int, folder: str, config: RunConfig, threads: in
         dist.destroy_process_group()
 
 
-def measured_step(config: RunConfig, meshes: Meshes) -> dict[str, Any]:
-    """The figures of `measure`, of this rank; every rank of the job must call it."""
+def step_of(config: RunConfig, meshes: Meshes) -> tuple[Callable[[], None], Optimizer]:
+    """A step on this process's CPU that can be called again and again, on blank tokens; and its optimizer."""
     plan = fusion_plan(config, probe("cpu"))
     model, counters = build_model(config, plan, meshes, _CPU)
     optimizer = Optimizer(model, config.optimizer, plan, counters, loss_scaler(config.training, _CPU))
-    batch = blank_micro_batch(config)
-    numbers = iter(range(1, 1000))
+    batches, numbers = [blank_micro_batch(config)] * config.num_microbatches(), itertools.count(1)
 
     def step() -> None:
-        train_step(model, optimizer, list(_batches(batch, config)), config, next(numbers))
+        train_step(model, optimizer, batches, config, next(numbers))
 
+    return step, optimizer
+
+
+def measured_step(config: RunConfig, meshes: Meshes) -> dict[str, Any]:
+    """The figures of `measure`, of this rank; every rank of the job must call it."""
+    step, optimizer = step_of(config, meshes)
     step()  # what is compiled is compiled here
     times = []
     for _ in range(_TIMED_STEPS):
@@ -103,7 +108,3 @@ def measured_step(config: RunConfig, meshes: Meshes) -> dict[str, Any]:
         "flops": flops.get_total_flops(),
         "seconds": statistics.median(times),
     }
-
-
-def _batches(batch: Batch, config: RunConfig) -> Iterator[Batch]:
-    yield from [batch] * config.num_microbatches()

@@ -1,0 +1,24 @@
+"""scripts/bench_scaling.py as a user calls it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+
+def test_the_efficiency_and_its_two_parts(tiny: Path) -> None:
+    command = [sys.executable, "scripts/bench_scaling.py", str(tiny / "tiny.yaml"), "--rounds", "10"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    table = [line for line in done.stdout.splitlines() if " to " in line]
+    whole, machine, communication = (float(line.split()[-4]) for line in table)
+    assert whole > 0 and 0.3 < machine * communication / whole < 3  # its parts, up to noise
+
+
+def test_what_cannot_run_is_one_message(tiny: Path) -> None:
+    command = [sys.executable, "scripts/bench_scaling.py", str(tiny / "tiny.yaml"), "training.micro_batch_size=3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "training.global_batch_size" in done.stderr and "Traceback" not in done.stderr
