@@ -39,6 +39,18 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def restart_note() -> str:
+    """A warning where a restart of the job may hang, "" elsewhere: agents of several nodes that share their store between
+    restarts leave the last attempt's addresses in it (pytorch/pytorch#135712)."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    nodes, restarts = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if not shared or nodes == "1" or restarts == "0":
+        return ""
+    return (
+        "note: after a failure the restarted ranks may wait for ever; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    )
+
+
 def pick_device(kind: str) -> torch.device:
     """The device of this process. Raises UserError where there are fewer GPUs than processes."""
     if kind == "cpu":

@@ -29,7 +29,7 @@ from trainer.auto import auto_times
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.log import Log, show_plan
 from trainer.loss_scale import loss_scaler
-from trainer.meshes import Meshes, agree, pick_device, start_processes, world_size
+from trainer.meshes import Meshes, agree, pick_device, restart_note, start_processes, world_size
 from trainer.optimizer import Optimizer
 from trainer.runtime import PRECISIONS, allocator_settings, keep_freed_memory, measure_gemm_rate
 from trainer.sharding import shard_over_data
@@ -68,6 +68,8 @@ def start(loaded: LoadedConfig, log: Log, keep_memory: bool = True) -> tuple[tor
         note = keep_freed_memory() if keep_memory else "default allocator settings"
         torch.set_num_threads(loaded.config.run.threads or _threads_per_process())
         log.line(f"cpu, {world_size()} process(es) of {torch.get_num_threads()} thread(s); {note}")
+    if note := restart_note():
+        log.line(note)
     device = pick_device(machine.device)
     return device, start_processes(loaded.config.parallel, device)
 

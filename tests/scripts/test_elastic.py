@@ -14,6 +14,7 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.scripts.test_launch import children_of, command, losses, run, start, wait_for_iteration
+from trainer.meshes import restart_note
 
 STEPS = 24
 JOB = (
@@ -98,3 +99,16 @@ def test_scripts_for_clusters_say_what_torchrun_needs() -> None:
     ]
     assert claims == [claim["metadata"]["name"]] and claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert (ROOT / container["args"][0]).is_file()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "shared", "expected"),
+    [("2", "3", "True", True), ("1", "3", "True", False), ("2", "0", "True", False), ("2", "3", "False", False)],
+)
+def test_a_restart_that_may_hang_is_warned_of(
+    nodes: str, restarts: str, shared: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in restart_note()) == expected
