@@ -14,6 +14,7 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.scripts.test_launch import children_of, command, losses, run, start, wait_for_iteration
+from trainer.checkpoint import complete_checkpoints
 from trainer.meshes import restart_note
 
 STEPS = 24
@@ -99,6 +100,36 @@ def test_scripts_for_clusters_say_what_torchrun_needs() -> None:
     ]
     assert claims == [claim["metadata"]["name"]] and claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert (ROOT / container["args"][0]).is_file()
+
+
+SLURM = {
+    "scontrol": "echo localhost",
+    # As srun: the command on each node, here both on this machine.
+    "srun": 'shift; for node in 1 2; do "$@" & echo $! >> "$PIDS"; done; code=0; for p in $(cat "$PIDS"); do wait $p || code=$?; done; exit $code',
+    "scancel": '[ "$*" = "--signal=TERM 77.0" ] && kill -TERM $(cat "$PIDS")',
+}
+
+
+@pytest.mark.skipif(not (ROOT / ".venv/bin/activate").is_file(), reason="the script needs the checkout's .venv")
+def test_the_slurm_script_trains_on_two_nodes_and_saves_when_its_time_is_up(tiny: Path) -> None:
+    for name, text in SLURM.items():
+        (tiny / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tiny / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tiny}:{os.environ['PATH']}", "PIDS": str(tiny / "pids"), "PET_LOCAL_ADDR": "localhost", "RDZV_PORT": str(free_port()),
+        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "77",
+        "PROCESSES_PER_NODE": "1",
+    }  # fmt: skip
+    job = ["bash", "scripts/slurm.sbatch", str(tiny / "tiny.yaml"), "run.device=cpu", *JOB, "training.train_iters=100000"]
+    process = start(job, **environment)
+    try:
+        wait_for_iteration(tiny / "run", 3, 120)
+        process.terminate()
+        output = ended(process, 120)
+    finally:
+        process.kill()
+    saved = complete_checkpoints(tiny / "run" / "checkpoints")
+    assert saved and "SIGTERM: stopped after iteration" in output, output
 
 
 @pytest.mark.parametrize(
