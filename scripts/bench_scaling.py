@@ -87,7 +87,8 @@ def show(log: Log, found: list[Estimate | None], number: int) -> None:
         for text, e in zip(words, found, strict=True)
         if e is not None
     ]
-    log.table("Parallel efficiency (medians of paired rounds, 99 % intervals for all together)", ("what", "ratio", "interval"), rows)
+    title = "Parallel efficiency (medians of paired rounds, 99 % intervals for all together)"
+    log.table(title, ("what", "ratio", "interval"), rows)
 
 
 def cores(number: int) -> int:
