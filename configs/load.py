@@ -135,7 +135,7 @@ def _plain(
 
 def _scalar(loader: _Loader, node: yaml.Node, key: str, source: str, problems: list[Problem]) -> Any:
     unquoted_none = isinstance(node, yaml.ScalarNode) and node.style is None and node.value.lower() == "none"
-    if unquoted_none and node.value not in typing.get_args(_annotation(key.split("."))):
+    if unquoted_none and "none" not in typing.get_args(_annotation(key.split("."))):
         problems.append(
             Problem(key, f"{node.value} is plain text in YAML; write null (or quote it to mean the text)", source)
         )
@@ -225,7 +225,7 @@ def _yaml_hint(value: Any, expected: str) -> str:
     ):
         return "; write true or false, without quotes"
     if isinstance(value, str) and value.lower() == "none":
-        return "; write null"
+        return "; write none" if "none" in expected.split(" | ") else "; write null"
     return ""
 
 

@@ -1,6 +1,6 @@
 """Weak scaling of data parallel here: N processes with the work of one each, and what bounds it.
 
-python scripts/bench_scaling.py [CONFIG] [section.key=value ...] [--processes 2] [--rounds 16]   (CONFIG: configs/gpt/bench.yaml)
+python scripts/bench_scaling.py CONFIG [section.key=value ...] [--processes 2] [--rounds 16]
 
 A step of one process is held against N processes that train one model together (their global batch is N times as large), and
 against N that know nothing of each other: what those lose is the machine's (cores that share arithmetic, memory bandwidth), the
@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -27,11 +26,16 @@ import torch.multiprocessing as mp
 from configs.load import load_config
 from configs.run import RunConfig
 from configs.section import ConfigError
-from trainer.compare import Budget, Estimate, Pair, take_turns
+from fusions.machine import probe
+from fusions.registry import FusionError
+from models.fusion_sites import fusion_plan
+from trainer.compare import CONFIDENCE, Budget, Estimate, Pair, take_turns
+from trainer.compare.statistics import corrected, fewest_rounds
+from trainer.errors import UserError
 from trainer.flops import num_parameters
 from trainer.log import Log
 from trainer.meshes import Meshes, make_meshes
-from trainer.planner.measure import step_of
+from trainer.planner.measure import Step
 from trainer.runtime import keep_freed_memory
 
 ALONE, BESIDE, TOGETHER = "alone", "beside", "together"
@@ -42,18 +46,24 @@ PAIRS = [Pair(TOGETHER, ALONE), Pair(BESIDE, ALONE), Pair(TOGETHER, BESIDE)]
 def main() -> int:
     """0: measured; 2: the configuration can't run so, and why."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", default="configs/gpt/bench.yaml")
+    parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=16)
     arguments = parser.parse_intermixed_args()
     number = arguments.processes
+    few = fewest_rounds(corrected(CONFIDENCE, len(PAIRS)))
     alone = ["parallel.tensor_parallel_size=1", "parallel.sequence_parallel=false", "run.device=cpu"]
     try:
+        if number < 2 or arguments.rounds < few:
+            raise UserError(
+                f"--processes {number} --rounds {arguments.rounds}: at least 2 processes, and {few} rounds for an interval"
+            )
         one = load_config(arguments.config, [*arguments.overrides, *alone], 1).config
         size = f"training.global_batch_size={one.training.global_batch_size * number}"
         many = load_config(arguments.config, [*arguments.overrides, *alone, size], number).config
-    except ConfigError as error:
+        fusion_plan(one, probe("cpu"))  # a required fusion that can't run is told here
+    except (ConfigError, FusionError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
     log = Log(rank=0)
@@ -134,7 +144,7 @@ def serve(pipe: Any, config: RunConfig, threads: int, folder: str, rank: int) ->
         store = dist.FileStore(f"{folder}/store", n)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=600))
         meshes = make_meshes(config.parallel, "cpu")
-    step: Callable[[], object] = step_of(config, meshes)[0]
+    step = Step(config, meshes)
     while True:
         for _ in range(pipe.recv()):
             step()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from configs.run import RunConfig
 from configs.section import ConfigError
 from fusions.machine import Machine, probe
 from fusions.registry import FusionError
+from models.fusion_sites import fusion_plan
 from trainer.errors import UserError
 from trainer.flops import flops_per_iteration, num_parameters, tokens_per_iteration
 from trainer.log import Log, show_plan
@@ -50,6 +52,8 @@ def main() -> int:
         config = load_config(arguments.config, arguments.overrides, arguments.world_size).config
         device = find_device(arguments.device, arguments.rate)
         machine = target_machine(device)
+        if arguments.measure:
+            can_be_measured(config)
         walks = {mode: walk(_with_recompute(config, mode), machine) for mode in RECOMPUTE}
     except (ConfigError, FusionError, UserError) as error:
         print(error, file=sys.stderr)
@@ -72,6 +76,14 @@ def main() -> int:
     elif not arguments.no_search:
         show_layouts(log, layouts, config)
     return 0
+
+
+def can_be_measured(config: RunConfig) -> None:
+    """Raise UserError or FusionError where the step can't be done on this machine's CPU."""
+    most = 4 * len(os.sched_getaffinity(0))
+    if config.parallel.processes > most:
+        raise UserError(f"--measure would start {config.parallel.processes} processes here; at most {most} on this machine")
+    fusion_plan(config, probe("cpu"))
 
 
 def target_machine(device: Device) -> Machine:
@@ -111,8 +123,6 @@ class Report:
 
     def show(self, log: Log, machine: Machine, measured: dict[str, Any] | None) -> None:
         """As tables."""
-        from models.fusion_sites import fusion_plan
-
         config, parallel = self.config, self.config.parallel
         log.line(
             f"{num_parameters(config):,} parameters on {parallel.processes} x {self.device.name}: tensor parallel "
@@ -136,7 +146,9 @@ class Report:
             for mode, w in self.walks.items()
         ]
         header = ("recompute", *kinds, "together", f"fits {self.device.memory_gib:,.0f} GiB")
-        log.table("Memory of one process at its peak, GiB", header, rows)
+        layers = self.config.training.recompute_num_layers
+        where = "" if layers is None else f" (recompute in the first {layers} layers of a stack)"
+        log.table(f"Memory of one process at its peak, GiB{where}", header, rows)
 
     def _collectives(self, log: Log) -> None:
         rows = [
@@ -160,7 +172,7 @@ class Report:
         log.table(f"Time of one step at the rates of: {self.device.source}", ("part", "time", ""), rows)
         log.line(
             f"{_flop(self.walk.flops)} a step on this process, {_flop(flops_per_iteration(config))} of the model on all. "
-            "At datasheet rates a step is a lower bound; give measured ones with --rate."
+            "A datasheet's rates are peaks, so expect a longer step; give measured ones with --rate."
         )
 
     def _beside(self, log: Log, measured: dict[str, Any]) -> None:
@@ -176,7 +188,11 @@ class Report:
             ),
             ("communication, bytes", f"{sent[0]:,}", f"{sent[1]:,}"),
             ("FLOP", f"{self.walk.flops:,}", f"{measured['flops']:,} (PyTorch's counter)"),
-            ("step", f"{1e3 * self.estimate.step:,.0f} ms", f"{1e3 * measured['seconds']:,.0f} ms"),
+            (
+                "step",
+                f"{1e3 * self.estimate.step:,.0f} ms ({self.device.name})",
+                f"{1e3 * measured['seconds']:,.0f} ms (cpu)",
+            ),
         ]
         log.table("The same step for real, on this machine's CPU", ("what", "plan", "measured"), rows)
 
@@ -193,10 +209,9 @@ def show_layouts(log: Log, layouts: list[Layout], config: RunConfig) -> None:
         for x in layouts[:_SHOWN]
     ]  # fmt: skip
     header = ("tensor", "data", "micro-batch", "recompute", "GiB", "step", "tokens/s")
-    log.table(
-        f"The fastest of {len(layouts)} layouts that fit (data_sharding {config.parallel.data_sharding})", header, rows
-    )
-    log.line("the first: " + " ".join(layouts[0].overrides()))
+    sharding = f"data_sharding {config.parallel.data_sharding}"
+    log.table(f"The fastest of {len(layouts)} layouts that fit ({sharding}, as little recompute as fits)", header, rows)
+    log.line("the first: " + (" ".join(layouts[0].overrides) or "as configured"))
 
 
 def _mfu(e: Estimate, config: RunConfig, device: Device) -> float:

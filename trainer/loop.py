@@ -58,7 +58,8 @@ def train_step(
     """
     optimizer.zero_grad()
     scaler = optimizer.scaler
-    words = site_words(config.training.seed, iteration, model.num_dropout_sites).to(model.device)
+    # Small copies from the host are not waited for: the driver has them before the call returns.
+    words = site_words(config.training.seed, iteration, model.num_dropout_sites).to(model.device, non_blocking=True)
     names, counts = count_tokens(batches, model)
     parts, t = torch.zeros_like(counts), model.tp.size
     for number, batch in enumerate(batches, 1):
@@ -91,7 +92,7 @@ def train_step(
 def count_tokens(batches: Sequence[Batch], model: LanguageModel) -> tuple[list[str], torch.Tensor]:
     """The names of the family's losses, and what each is over in the whole global batch: fp32 [losses], on the device."""
     counts = total_counts(batches)
-    return list(counts), sum_over_data(torch.tensor([*counts.values()], device=model.device), model.tp.size)
+    return list(counts), sum_over_data(torch.tensor([*counts.values()]).to(model.device, non_blocking=True), model.tp.size)
 
 
 @torch.no_grad()

@@ -77,5 +77,17 @@ def free_whole_parameters(model: nn.Module) -> None:
         module.reshard()
 
 
+def accumulated_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """The whole gradients that fully_shard keeps between micro-batches, before they are summed over the ranks."""
+    found = []
+    for module in _sharded_modules(model):
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in [] if group is None else group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            kept = parameter.unsharded_accumulated_grad if whole is None or whole.grad is None else whole.grad
+            found += [] if kept is None else [kept.to_local() if isinstance(kept, DTensor) else kept]
+    return found
+
+
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

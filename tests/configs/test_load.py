@@ -118,7 +118,8 @@ def test_L03_none_is_a_word_where_it_is_one_of_the_choices(base: Path, tmp_path:
         .replace(f"{section}:\n", f"{section}:\n  {name}: none\n")
     )
     assert load_config(path).config.model_dump()[section][name] == "none"
-    assert f"{key}: " in refuse(base, f"{key}=None")
+    wrong = refuse(base, f"{key}=None")
+    assert "1 problem" in wrong and f"{key}: got 'None'" in wrong and "write none" in wrong
 
 
 def test_L03_null_is_null(base: Path) -> None:

@@ -215,14 +215,14 @@ def test_L09_a_build_that_was_killed_does_not_stop_the_next_one(tiny: Path) -> N
 SLOW_WANDB = """
 import time
 def init(**kwargs):
-    time.sleep(12)
+    time.sleep(kwargs["settings"]["init_timeout"])
     raise TimeoutError("no answer")
 """
 
 
 def test_G08_a_slow_start_of_wandb_ends_no_job(tiny: Path) -> None:
     (tiny / "wandb.py").write_text(SLOW_WANDB)
-    options = ["logging.wandb.mode=online", "training.train_iters=2", "parallel.timeout_seconds=60"]
+    options = ["logging.wandb.mode=online", "training.train_iters=2", "parallel.timeout_seconds=16"]
     code, output = run(command(tiny, 2, *options), PYTHONPATH=str(tiny))
     assert code == 0 and output.count("wandb is off: TimeoutError: no answer") == 1, output
 

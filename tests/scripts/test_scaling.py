@@ -19,6 +19,10 @@ def test_the_efficiency_and_its_two_parts(tiny: Path) -> None:
 
 
 def test_what_cannot_run_is_one_message(tiny: Path) -> None:
-    command = [sys.executable, "scripts/bench_scaling.py", str(tiny / "tiny.yaml"), "training.micro_batch_size=3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and "training.global_batch_size" in done.stderr and "Traceback" not in done.stderr
+    for wrong, words in (
+        ("training.micro_batch_size=3", "training.global_batch_size"),
+        ("--processes=1", "at least 2 processes"),
+    ):
+        command = [sys.executable, "scripts/bench_scaling.py", str(tiny / "tiny.yaml"), wrong]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr

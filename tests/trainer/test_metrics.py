@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -27,18 +26,26 @@ def result(loss: float) -> StepResult:
 
 
 @pytest.mark.parametrize("interval", [1, 2, 10])
-def test_G02_step_time_is_wall_time_over_steps_without_pauses(tiny: Path, interval: int) -> None:
+def test_G02_step_time_is_wall_time_over_steps_without_pauses(
+    tiny: Path, interval: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("trainer.metrics.time.perf_counter", lambda: now[0])
     m = metrics(tiny, f"logging.log_interval={interval}")
     m.resume()
     for iteration in range(1, 21):
-        time.sleep(0.02)
+        now[0] += 0.02
         m.record(iteration, result(1.0))
-        m.pause()
-        time.sleep(0.03 if iteration % 5 == 0 else 0.0)  # a validation, say
-        m.resume()
+        if iteration % 5 == 0:  # as the loop does: a validation, a checkpoint
+            m.pause()
+            now[0] += 0.5
+            if iteration == 10:
+                m.flush()
+                now[0] += 0.25
+            m.resume()
     m.close()
     times = [r["iteration_time_ms"] for r in read_metrics(tiny / "run" / "metrics.jsonl")]
-    assert len(times) == 20 and 19.9 < sorted(times)[10] < 29  # not 20 + 30/5
+    assert times == pytest.approx([20.0] * 20)
 
 
 def test_G05_G04_tokens_count_the_global_batch_and_rates_the_processes(tiny: Path) -> None:

@@ -30,6 +30,10 @@ class Device:
     per_node: int
     source: str
 
+    def holds(self, ranks: int, world_size: int) -> bool:
+        """Whether groups of so many neighbours each lie within one node."""
+        return world_size <= self.per_node or self.per_node % ranks == 0
+
     def gemm_rate(self, precision: str) -> float:
         """FLOP/s of matrix products."""
         return 1e12 * (self.fp32_tflops if precision == "fp32" else self.half_tflops)
@@ -57,9 +61,11 @@ def find_device(name: str, overrides: list[str]) -> Device:
             number = float(value)
         except ValueError:
             number = 0.0
-        if rate not in RATES or not 0 < number < math.inf:
-            raise UserError(f"--rate {override}: expected RATE=a positive number, RATE one of {', '.join(RATES)}")
-        device = replace(device, **{rate: int(number) if rate == "per_node" else number})
+        whole = rate == "per_node"
+        if rate not in RATES or not 0 < number < math.inf or (whole and number != int(number)):
+            kind = "a whole number above 0" if whole else "a positive number"
+            raise UserError(f"--rate {override}: expected RATE={kind}, RATE one of {', '.join(RATES)}")
+        device = replace(device, **{rate: int(number) if whole else number})
         device = replace(device, source=f"{device.source}; {override} as given")
     return device
 

@@ -70,6 +70,6 @@ def _link(group: str, ranks: int, config: RunConfig, device: Device) -> float:
     """10^9 bytes/s of each rank. A ring over nodes leaves a node once, by the adapters of all its members there."""
     t = config.parallel.tensor_parallel_size
     stride = {"shards": t, "copies": t * config.parallel.shard_size}.get(group, 1)
-    if stride * ranks <= device.per_node:
+    if device.holds(stride * ranks, config.parallel.processes):
         return device.link_gbs
     return min(device.link_gbs, max(1, device.per_node // stride) * device.network_gbs)

@@ -27,7 +27,7 @@ from trainer.loss_scale import loss_scaler
 from trainer.meshes import Meshes, make_meshes
 from trainer.optimizer import Optimizer
 from trainer.planner.live import LiveTensors
-from trainer.planner.walk import blank_micro_batch, known_gradients, known_tensors
+from trainer.planner.walk import MarkedBatch, blank_micro_batch, known_gradients, known_tensors
 from trainer.runtime import keep_freed_memory, peak_memory_gib
 from trainer.setup import build_model
 
@@ -63,22 +63,26 @@ def _rank(rank: int, processes: int, folder: str, config: RunConfig, threads: in
         dist.destroy_process_group()
 
 
-def step_of(config: RunConfig, meshes: Meshes) -> tuple[Callable[[], None], Optimizer]:
-    """A step on this process's CPU that can be called again and again, on blank tokens; and its optimizer."""
-    plan = fusion_plan(config, probe("cpu"))
-    model, counters = build_model(config, plan, meshes, _CPU)
-    optimizer = Optimizer(model, config.optimizer, plan, counters, loss_scaler(config.training, _CPU))
-    batches, numbers = [blank_micro_batch(config)] * config.num_microbatches(), itertools.count(1)
+class Step:
+    """A step on this process's CPU, on blank tokens, that can be called again and again."""
 
-    def step() -> None:
-        train_step(model, optimizer, batches, config, next(numbers))
+    def __init__(self, config: RunConfig, meshes: Meshes):
+        self.config, plan = config, fusion_plan(config, probe("cpu"))
+        self.model, counters = build_model(config, plan, meshes, _CPU)
+        self.optimizer = Optimizer(self.model, config.optimizer, plan, counters, loss_scaler(config.training, _CPU))
+        self.before_micro_batch: Callable[[], None] = lambda: None
+        batch = blank_micro_batch(config)
+        marked = MarkedBatch(batch.samples, batch, batch.counts(), lambda: self.before_micro_batch())
+        self._batches, self._numbers = [marked] * config.num_microbatches(), itertools.count(1)
 
-    return step, optimizer
+    def __call__(self) -> None:
+        """The next step."""
+        train_step(self.model, self.optimizer, self._batches, self.config, next(self._numbers))
 
 
 def measured_step(config: RunConfig, meshes: Meshes) -> dict[str, Any]:
     """The figures of `measure`, of this rank; every rank of the job must call it."""
-    step, optimizer = step_of(config, meshes)
+    step = Step(config, meshes)
     step()  # what is compiled is compiled here
     times = []
     for _ in range(_TIMED_STEPS):
@@ -86,8 +90,9 @@ def measured_step(config: RunConfig, meshes: Meshes) -> dict[str, Any]:
         step()
         times.append(time.perf_counter() - start)
     live, traffic = LiveTensors(), CommunicationCounter(meshes)
-    optimizer.zero_grad()
-    known_tensors(live, optimizer)
+    step.optimizer.zero_grad()
+    known_tensors(live, step.optimizer)
+    step.before_micro_batch = lambda: known_gradients(live, step.optimizer, step.model)
 
     def seen(plain: Any, compiled: Any, args: Any, kwargs: Any) -> Any:
         result = compiled(*args, **kwargs)
@@ -96,7 +101,8 @@ def measured_step(config: RunConfig, meshes: Meshes) -> dict[str, Any]:
 
     with live, traffic, jit.watch_calls(seen):
         step()
-    known_gradients(live, optimizer)
+    known_gradients(live, step.optimizer, step.model)
+    step.before_micro_batch = lambda: None
     resident = peak_memory_gib(_CPU)
     # PyTorch's counter and the compiler don't go together.
     with jit.watch_calls(jit.run_plain), FlopCounterMode(display=False) as flops:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
@@ -29,31 +30,24 @@ class Layout:
     recompute: str
     peak: int  # bytes
     estimate: Estimate
-
-    def overrides(self) -> list[str]:
-        """What to write behind the configuration to get it."""
-        return [
-            f"parallel.tensor_parallel_size={self.tensor_parallel}",
-            f"parallel.sequence_parallel={str(self.tensor_parallel > 1).lower()}",
-            f"training.micro_batch_size={self.micro_batch}",
-            f"training.recompute={self.recompute}",
-            "training.recompute_num_layers=null",
-        ]
+    overrides: tuple[str, ...]  # what to write behind the configuration to get it: what differs
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return vars(self) | {"estimate": self.estimate.as_dict(), "overrides": self.overrides()}
+        return vars(self) | {"estimate": self.estimate.as_dict()}
 
 
 def search(config: RunConfig, machine: Machine, device: Device, progress: Callable[[str], None]) -> list[Layout]:
     """The layouts that fit, fastest first, on as many processes as the configuration has.
 
     A tensor-parallel group stays within a node, with sequence parallelism wherever there is one. A layout recomputes as little as
-    fits: more would only take longer. Micro-batches are powers of two and the configured one, as far as they fit.
+    fits: more would only take longer. Micro-batches are powers of two and the configured one, where they divide a rank's samples.
     """
     world_size = config.parallel.processes
     # The largest first: they have the most micro-batches to choose from.
-    sizes = [t for t in range(min(world_size, device.per_node), 0, -1) if world_size % t == 0]
+    sizes = [
+        t for t in range(min(world_size, device.per_node), 0, -1) if world_size % t == 0 and device.holds(t, world_size)
+    ]
     found: list[Layout] = []
     workers = min(len(os.sched_getaffinity(0)), len(sizes))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -73,7 +67,7 @@ def layouts_of_size(config: RunConfig, machine: Machine, device: Device, tensor_
         while modes:
             layout = _planned(config, machine, device, (tensor_parallel, data_parallel, micro, modes[0]))
             if layout is None:
-                return found
+                break
             if layout.peak <= device.memory_gib * 2**30:
                 found.append(layout)
                 break
@@ -84,7 +78,8 @@ def layouts_of_size(config: RunConfig, machine: Machine, device: Device, tensor_
 def _micro_batches(config: RunConfig, data_parallel: int) -> Iterator[int]:
     of_one_rank = config.training.global_batch_size // data_parallel
     for micro in range(1, of_one_rank + 1):
-        if micro & (micro - 1) == 0 or micro == config.training.micro_batch_size:
+        wanted = micro & (micro - 1) == 0 or micro == config.training.micro_batch_size
+        if wanted and of_one_rank % micro == 0:
             yield micro
 
 
@@ -97,16 +92,19 @@ def _planned(config: RunConfig, machine: Machine, device: Device, sizes: tuple[i
         "sequence_parallel": tensor_parallel > 1,
     }
     training = {"micro_batch_size": micro, "recompute": mode, "recompute_num_layers": None, "compile_layers": False}
-    config = config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update=parallel),
-            "training": config.training.model_copy(update=training),
-        }
-    )
+    changes = {"parallel": parallel, "training": training}
+    overrides = [
+        f"{section}.{key}={json.dumps(value).strip(chr(34))}"
+        for section, values in changes.items()
+        for key, value in values.items()
+        if getattr(getattr(config, section), key) != value
+    ]
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    config = config.model_copy(update=sections)
     if config.problems(world_size=tensor_parallel * data_parallel):
         return None
     try:
         walked = walk_by_layers(config, machine)
     except FusionError:
         return None
-    return Layout(*sizes, walked.peak, estimate(walked, config, device))
+    return Layout(*sizes, walked.peak, estimate(walked, config, device), tuple(overrides))

@@ -24,6 +24,7 @@ from fusions.catalogue import OPERATIONS
 from fusions.machine import Machine
 from fusions.registry import Counters, Decision, FusionPlan
 from models.fusion_sites import fusion_plan
+from models.language_model import LanguageModel
 from trainer.communication import CommunicationCounter, Traffic
 from trainer.data.batch import Batch
 from trainer.data.bert_dataset import BertSample
@@ -37,6 +38,7 @@ from trainer.optimizer import Optimizer
 from trainer.planner.live import GRADIENTS, OPTIMIZER_STATE, PARAMETERS, LiveTensors
 from trainer.planner.work import Operation, StepWork
 from trainer.setup import model_without_memory
+from trainer.sharding import accumulated_gradients
 
 # Of more micro-batches all but the first and the last are alike.
 _WALKED = 3
@@ -106,11 +108,17 @@ def walk(config: RunConfig, machine: Machine) -> Walk:
                 if (
                     dist.is_initialized()
                 ):  # fully_shard makes its buffers in the first step, DTensor works out its placements
-                    train_step(model, optimizer, [_Marked(batch.samples, batch, counts)] * min(number, 2), config, 1)
+                    train_step(model, optimizer, [MarkedBatch(batch.samples, batch, counts)] * min(number, 2), config, 1)
                 watch = _Watch(meshes)
-                batches = [_Marked(batch.samples, batch, counts, watch.mark) for _ in range(min(number, _WALKED))]
+
+                def begin() -> None:
+                    watch.mark()
+                    known_gradients(watch.live, optimizer, model)
+
+                batches = [MarkedBatch(batch.samples, batch, counts, begin) for _ in range(min(number, _WALKED))]
                 with watch.active(optimizer):
                     train_step(model, optimizer, batches, config, 2)
+                known_gradients(watch.live, optimizer, model)
                 return watch.result(number)
         finally:
             random.forget_kept_tensors()
@@ -135,9 +143,10 @@ def known_tensors(live: LiveTensors, optimizer: Optimizer) -> None:
     live.know(optimizer.state().values(), OPTIMIZER_STATE)
 
 
-def known_gradients(live: LiveTensors, optimizer: Optimizer) -> None:
-    """Tell which tensors a step has left as gradients."""
-    live.know([local_gradient(p) for p in optimizer.parameters], GRADIENTS)
+def known_gradients(live: LiveTensors, optimizer: Optimizer, model: LanguageModel) -> None:
+    """Tell which tensors a step, or a micro-batch of one, has left as gradients."""
+    own = [local_gradient(p) for p in optimizer.parameters if p.grad is not None]
+    live.know(own + accumulated_gradients(model), GRADIENTS)
 
 
 class _Watch:
@@ -153,7 +162,6 @@ class _Watch:
         known_tensors(self.live, optimizer)
         with self.live, self.work, self.traffic, jit.watch_calls(self._as_one):
             yield
-        known_gradients(self.live, optimizer)
 
     def mark(self) -> None:
         self.marks.append((self.work.operations.copy(), {c: replace(t) for c, t in self.traffic.found.items()}))
@@ -180,7 +188,7 @@ class _Watch:
 
 
 @dataclass(frozen=True)
-class _Marked(Batch):
+class MarkedBatch(Batch):
     """A micro-batch that was counted before, and says when it begins."""
 
     batch: Batch
@@ -188,13 +196,16 @@ class _Marked(Batch):
     begin: Callable[[], None] = lambda: None
 
     def counts(self) -> dict[str, float]:
+        """What was counted."""
         return self.counted
 
     def to(self, device: torch.device) -> Any:
+        """Begin: the batch itself."""
         self.begin()
         return self.batch
 
     def losses(self, model: Any, keys: Any) -> dict[str, torch.Tensor]:
+        """Never asked for."""
         raise NotImplementedError("a step uses what `to` returns")
 
 

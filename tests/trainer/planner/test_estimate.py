@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import pytest
+import yaml
 
 from fusions.machine import probe
 from tests.models.build import run_config
@@ -14,7 +15,7 @@ from trainer.planner.devices import DEVICES, RATES, Device, find_device
 from trainer.planner.estimate import Estimate, estimate, seconds_of
 from trainer.planner.layers import walk_by_layers
 from trainer.planner.search import layouts_of_size, search
-from trainer.planner.walk import Walk
+from trainer.planner.walk import Walk, walk
 
 # 1 TFLOP/s, 100 GB/s, links of 10 GB/s within 4 devices and 1 GB/s each beyond.
 ROUND = Device("round", 1, 0.5, 100, 1, 10, 1, 4, "made up")
@@ -48,7 +49,10 @@ def test_a_product_takes_the_longer_of_arithmetic_and_traffic() -> None:
     ],
 )
 def test_a_ring_is_bound_by_its_slowest_link(tensor: int, kind: str, group: str, ranks: int, seconds: float) -> None:
-    config = run_config({"parallel.tensor_parallel_size": tensor, "transformer.num_query_groups": 8})
+    config = run_config(
+        {"parallel.tensor_parallel_size": tensor, "transformer.num_query_groups": 8, "training.global_batch_size": 1024}
+    )
+    config = config.for_processes(ranks * (tensor if group == "shards" else 1))
     sent = {"kind": kind, "group": group, "ranks": ranks, "calls": 3, "bytes": 10**9}
     assert seconds_of(sent, config, ROUND) == pytest.approx(seconds)
 
@@ -68,7 +72,7 @@ def test_rates_can_be_given() -> None:
     assert "half_tflops=700 as given" in device.source
 
 
-@pytest.mark.parametrize("override", ["speed=3", "half_tflops=fast", "half_tflops=0", "half_tflops=-1", "half_tflops", "name=3", "half_tflops=nan", "link_gbs=inf"])  # fmt: skip
+@pytest.mark.parametrize("override", ["speed=3", "half_tflops=fast", "half_tflops=0", "half_tflops=-1", "half_tflops", "name=3", "half_tflops=nan", "link_gbs=inf", "per_node=0.5", "per_node=2.5"])  # fmt: skip
 def test_a_rate_that_is_none_is_refused(override: str) -> None:
     with pytest.raises(UserError) as error:
         find_device("h100-sxm", [override])
@@ -116,4 +120,30 @@ def test_the_search_ranks_every_size_that_divides() -> None:
     sizes = {(x.tensor_parallel, x.data_parallel, x.micro_batch) for x in found}
     assert sizes == {(1, 8, 1), (2, 4, 1), (2, 4, 2), (4, 2, 1), (4, 2, 2), (4, 2, 4)}
     assert [x.estimate.step for x in found] == sorted(x.estimate.step for x in found)
-    assert all("sequence_parallel=true" in " ".join(x.overrides()) for x in found if x.tensor_parallel > 1)
+    assert all("parallel.sequence_parallel=true" in x.overrides for x in found if x.tensor_parallel > 1)
+
+
+def test_overrides_say_what_differs_and_lead_to_the_layout() -> None:
+    config = run_config(
+        JOB | {"training.compile_layers": True, "parallel.data_parallel_size": 2, "training.micro_batch_size": 2}
+    )
+    found = layouts_of_size(config, probe("cpu"), DEVICES["h100-sxm"], 2)
+    assert found[-1].overrides == (
+        "parallel.tensor_parallel_size=2", "parallel.data_parallel_size=1", "parallel.sequence_parallel=true",
+        "training.micro_batch_size=8", "training.compile_layers=false",
+    )  # fmt: skip
+    again = run_config(JOB | {key: yaml.safe_load(v) for key, v in (o.split("=") for o in found[-1].overrides)})
+    assert walk(again, probe("cpu")).peak == found[-1].peak
+
+
+def test_a_micro_batch_that_is_no_power_of_two_is_not_left_out() -> None:
+    config = run_config(JOB | {"training.micro_batch_size": 5, "training.global_batch_size": 10})
+    found = layouts_of_size(config, probe("cpu"), DEVICES["h100-sxm"], 1)
+    assert [layout.micro_batch for layout in found] == [1, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world", "within"), [(2, 24, True), (3, 24, False), (4, 24, True), (3, 3, True), (8, 24, False)]
+)
+def test_a_group_is_within_a_node_where_its_size_divides_one(ranks: int, world: int, within: bool) -> None:
+    assert ROUND.holds(ranks, world) == within
