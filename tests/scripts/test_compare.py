@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from trainer.records import read_metrics
 
 
-def compare(*arguments: str, timeout: float = 300, **environment: str) -> tuple[int, str]:
+def compare(*arguments: str, timeout: float = 600, **environment: str) -> tuple[int, str]:
     command = [sys.executable, "scripts/compare.py", *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, text=True, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, timeout=timeout, check=False)  # fmt: skip

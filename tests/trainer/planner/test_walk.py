@@ -109,9 +109,9 @@ def test_micro_batches_between_the_first_and_the_last_are_alike(
     ("processes", "overrides"),
     [
         (1, {"training.micro_batch_size": 16}),  # the peak is where the gradients are complete
-        (1, RECOMPUTE),
+        (1, RECOMPUTE | {"training.global_batch_size": 4}),
         (64, FULL | RECOMPUTE | TP | {"training.global_batch_size": 128}),
-        (2, {"training.recompute": "selective", "parallel.data_sharding": "optimizer"}),
+        (2, {"training.recompute": "selective", "parallel.data_sharding": "optimizer", "training.global_batch_size": 8}),
         (1, T5 | {"transformer.num_layers": 6, "training.global_batch_size": 4}),
     ],
     ids=str,
