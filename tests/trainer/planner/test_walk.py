@@ -77,7 +77,7 @@ TOGETHER: dict[int, list[tuple[dict[str, Any], bool]]] = {
         (FULL, False),
         ({"parallel.data_sharding": "optimizer", "training.precision": "bf16"}, False),
         (RECOMPUTE, False),
-        (BERT | TP, True),
+        (BERT | TP, False),
         (T5 | TP, False),
     ],
     4: [
@@ -111,7 +111,6 @@ def test_micro_batches_between_the_first_and_the_last_are_alike(
         (1, {"training.micro_batch_size": 16}),  # the peak is where the gradients are complete
         (1, RECOMPUTE | {"training.global_batch_size": 4}),
         (64, FULL | RECOMPUTE | TP | {"training.global_batch_size": 128}),
-        (2, {"training.recompute": "selective", "parallel.data_sharding": "optimizer", "training.global_batch_size": 8}),
         (1, T5 | {"transformer.num_layers": 6, "training.global_batch_size": 4}),
     ],
     ids=str,
