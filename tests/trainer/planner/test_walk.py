@@ -72,24 +72,15 @@ def test_a_planned_step_is_the_real_one(overrides: dict[str, Any], fused: bool) 
     check(config, really([config])[0])
 
 
-TOGETHER: dict[int, list[tuple[dict[str, Any], bool]]] = {
-    2: [
-        (FULL, False),
-        ({"parallel.data_sharding": "optimizer", "training.precision": "bf16"}, False),
-        (RECOMPUTE, False),
-        (BERT | TP, False),
-        (T5 | TP, False),
-    ],
-    4: [
-        (TP | FULL, False),
-        (FULL | {"parallel.data_shard_size": 2, "training.recompute": "selective"}, False),
-    ],
+TOGETHER: dict[int, list[dict[str, Any]]] = {
+    2: [FULL, {"parallel.data_sharding": "optimizer", "training.precision": "bf16"}, RECOMPUTE, BERT | TP, T5 | TP],
+    4: [TP | FULL, FULL | {"parallel.data_shard_size": 2, "training.recompute": "selective"}],
 }
 
 
 @pytest.mark.parametrize("ranks", TOGETHER)
 def test_a_planned_step_is_the_real_one_of_several_processes(ranks: int) -> None:
-    configs = [configured(overrides, ranks, fused) for overrides, fused in TOGETHER[ranks]]
+    configs = [configured(overrides, ranks) for overrides in TOGETHER[ranks]]
     for config, real in zip(configs, run_ranks(ranks, really, configs)[0], strict=True):
         check(config, real)
 
