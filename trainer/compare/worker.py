@@ -120,6 +120,15 @@ class Worker:
             dist.broadcast_object_list(holder, src=0, group=self.control)
         return holder[0]
 
+    def answer(self, do: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """What `do` returns, once it has on every rank: one still in a collective of the job's would, stopped with its group,
+        wake up to find that collective's time over."""
+        handler: Callable[..., dict[str, Any]] = getattr(self, do)
+        answer = handler(**arguments)
+        if self.control is not None:
+            dist.barrier(group=self.control)
+        return answer
+
     def arm(self, name: str) -> ArmRun:
         """The arm, built when it is first needed."""
         if name not in self.arms:
@@ -275,8 +284,7 @@ def main(plan_path: str, arm: str, folder: str) -> None:
         if not line:
             return
         request = json.loads(line)
-        handler: Callable[..., dict[str, Any]] = getattr(worker, request.pop("do"))
-        answer = handler(**request)
+        answer = worker.answer(request.pop("do"), request)
 
 
 def _note(error: BaseException, folder: str) -> None:
