@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,10 @@ def test_the_paths_that_the_readme_names_exist() -> None:
     paths = set(re.findall(r"`((?:configs|fusions|models|trainer|scripts|tests)/[\w./-]+\.(?:py|yaml|sh|json))`", text))
     assert len(paths) > 10
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_every_package_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    roots = ("configs", "fusions", "models", "trainer", "scripts")
+    found = [path.parent.relative_to(ROOT) for root in roots for path in (ROOT / root).rglob("__init__.py")]
+    assert sorted(listed) == sorted(".".join(folder.parts) for folder in found)

@@ -117,7 +117,7 @@ def test_compiled_kernels_and_compiled_layers_against_plain_pytorch(tiny: Path) 
 def test_groups_take_turns_and_one_arm_cannot_be_built(tiny: Path) -> None:
     arms = tiny / "arms.yaml"
     arms.write_text(
-        f"config: {tiny}/tiny.yaml\noverrides: [run.device=cpu, parallel.timeout_seconds=10]\nrounds: 8\nsteps: 1\narms:\n"
+        f"config: {tiny}/tiny.yaml\noverrides: [run.device=cpu, parallel.timeout_seconds=60]\nrounds: 8\nsteps: 1\narms:\n"
         "  one process: []\n"
         "  two processes: [parallel.tensor_parallel_size=2, parallel.sequence_parallel=true]\n"
         "  wider: {overrides: [transformer.ffn_hidden_size=512], environment: {FUSELINE_TEST: x}}\n"
@@ -126,6 +126,7 @@ def test_groups_take_turns_and_one_arm_cannot_be_built(tiny: Path) -> None:
     code, output = compare("--arms", str(arms), "--rounds", "10", "--no-attribution", "--out", str(tiny / "out"))
     assert code == 1 and "impossible: can't run here" in output, output
     made = json.loads((tiny / "out/report.json").read_text())
+    assert set(made["dead"]) == {"impossible"}, output
     two, wider = made["comparisons"]
     assert two["loss_safe"] is True and "losses can't be compared (transformer.ffn_hidden_size" in wider["sentence"], output
     by_name = {a["name"]: a for a in made["arms"]}
