@@ -274,7 +274,7 @@ def main(plan_path: str, arm: str, folder: str) -> None:
     pids: list[int] = [os.getpid()]
     if dist.is_initialized():
         pids = [0] * dist.get_world_size()
-        dist.all_gather_object(pids, os.getpid())
+        dist.all_gather_object(pids, os.getpid(), group=worker.control)  # without an end, as the wait in `answer`
     answer: dict[str, Any] = {"pids": pids, "environment": describe_environment(worker.device)}
     while True:
         if stream is not None:
